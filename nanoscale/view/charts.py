@@ -219,14 +219,8 @@ def _curve_names(entries: Sequence[tuple[str, str]], right: float) -> Iterator[s
 # --- scatter --------------------------------------------------------------------------------------
 
 
-def scatter(
-    title: str, names: tuple[str, str], points: Sequence[Point], front: Sequence[Point]
-) -> str:
-    """Return the chart of points, with the points of `front` joined and emphasized.
-
-    Args:
-        names: of the horizontal and of the vertical axis; both begin at zero.
-    """
+def scatter(points: Sequence[Point], front: Sequence[Point]) -> str:
+    """Return the chart of layouts by memory and speed, with the points of `front` joined and emphasized."""
     width, height = 960, 420
     marks_x = ticks(0.0, max(point[0] for point in [*points, *front]))
     marks_y = ticks(0.0, max(point[1] for point in [*points, *front]))
@@ -236,12 +230,12 @@ def scatter(
     for mark in marks_x:
         parts.append(line(x.at(mark), y.end, x.at(mark), y.start, "grid"))
         parts.append(text(x.at(mark), y.start + 16, label(mark), "middle"))
-    parts.append(text((x.start + x.end) / 2, height - 8, names[0], "middle"))
-    parts.append(text(x.start, 11, names[1]))
+    parts.append(text((x.start + x.end) / 2, height - 8, "GiB on the fullest device", "middle"))
+    parts.append(text(x.start, 11, "tokens/s per device"))
     parts.append(polyline(((x.at(a), y.at(b)) for a, b, _ in front), "front-line"))
     parts += [dot(x.at(a), y.at(b), 2.5, "dot", hint) for a, b, hint in points]
     parts += [dot(x.at(a), y.at(b), 5, "front", hint) for a, b, hint in front]
-    return picture(width, height, title, parts)
+    return picture(width, height, "Layouts by memory and speed", parts)
 
 
 # --- text -----------------------------------------------------------------------------------------

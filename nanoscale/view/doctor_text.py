@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
-from nanoscale.common.units import byte_size
+from nanoscale.common.units import byte_size, counted
+from nanoscale.launch.lifecycle.examination import Measured
+from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict, grouped, join_names
 from nanoscale.view.blocks import Column, rich_table, table
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from nanoscale.launch.lifecycle.examination import Measured
-    from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict
 
 _FEW_HOSTS = 4
 """Up to this many hosts, everything is shown."""
@@ -52,8 +51,6 @@ def print_doctor(
 
 
 def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
-    from nanoscale.launch.preflight.verdicts import join_names
-
     ill = list(dict.fromkeys(verdict.host for verdict in verdicts if not verdict.good))
     if len(names) == 1:
         return f"{names[0]}: {'a problem was found' if ill else 'no problem found'}"
@@ -69,8 +66,6 @@ def _print_verdicts(
     """Print a line for each finding shared by some hosts, with the remedy below it."""
     from rich.table import Table
     from rich.text import Text
-
-    from nanoscale.launch.preflight.verdicts import grouped, join_names
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     order = list(dict.fromkeys(verdict.check for verdict in verdicts))
@@ -97,9 +92,6 @@ def _without_label(group: EqualVerdicts) -> str:
 def _print_figures(
     screen: Console, names: Sequence[str], figures: dict[str, Any], *, verbose: bool
 ) -> None:
-    from nanoscale.common.units import counted
-    from nanoscale.launch.preflight.verdicts import join_names
-
     without = [name for name in names if name not in figures["hosts"]]
     title = f"all-reduce of {counted(figures['ranks'], 'rank')} over {figures['backend']}"
     title += f" by {' and '.join(figures['transports'])}" if figures["transports"] else ""

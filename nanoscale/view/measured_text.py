@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.config.hardware.data_sheets import usual_mfu_text
 from nanoscale.config.objectives import has_whole_documents
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
 from nanoscale.view.job_text import job_lines
-
-if TYPE_CHECKING:
-    from nanoscale.config.resolved import ResolvedConfig
 
 Document = dict[str, Any]
 _KERNELS, _NAME = 8, 66

@@ -7,17 +7,14 @@ import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoscale.common import display
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.object_storage import explained, is_address, open_storage, retried, version_of
 from nanoscale.common.units import byte_size
 from nanoscale.config.token_files import MANIFEST, TOKENS, VALID
-from nanoscale.config.values.provenance import Setting
-
-if TYPE_CHECKING:
-    from nanoscale.config.values.provenance import Composed
+from nanoscale.config.values.provenance import Composed, Setting
 
 
 def fetched_data(composed: Composed) -> dict[str, Setting]:

@@ -18,7 +18,7 @@ from nanoscale.checkpoint.store import (
     list_checkpoints,
 )
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import FAILED, answer, print_json, refuse_option
+from nanoscale.cli.common.output import FAILED, answer, refuse_option
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -42,13 +42,8 @@ def list_saved(run: opt.Run, as_json: opt.AsJson = False) -> None:
     directory = RunDirectory.open(run)
     rows = [summary(stored) for stored in list_checkpoints(directory.checkpoints)]
     rows += set_aside(directory.checkpoints).values()
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        display.show(f"no checkpoints in {directory.checkpoints}")
-    for row in rows:
-        display.show(line(row))
+    lines = [*map(line, rows)] or [f"no checkpoints in {directory.checkpoints}"]
+    answer(as_json, rows, display.show, "\n".join(lines))
 
 
 @app.command("inspect")

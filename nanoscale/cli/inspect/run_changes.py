@@ -10,7 +10,7 @@ from typing import Annotated
 
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, answer, print_json, refuse_option
+from nanoscale.cli.common.output import DONE, FAILED, answer, refuse_option
 from nanoscale.cli.common.trust import can_ask, is_confirmed
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
@@ -209,10 +209,7 @@ def _is_agreed(key: str, sizes: dict[str, int], *, yes: bool) -> bool:
 
 def _show_freed(sizes: dict[str, int], as_json: bool) -> None:
     total = sum(sizes.values())
-    if as_json:
-        rows = [{"path": path, "bytes": size} for path, size in sizes.items()]
-        print_json({"deleted": rows, "bytes": total})
-        return
-    for path in sizes:
-        display.show(f"deleted  {path}")
-    display.show(f"{byte_size(total)} freed" if sizes else "nothing to delete")
+    rows = [{"path": path, "bytes": size} for path, size in sizes.items()]
+    lines = [f"deleted  {path}" for path in sizes]
+    lines.append(f"{byte_size(total)} freed" if sizes else "nothing to delete")
+    answer(as_json, {"deleted": rows, "bytes": total}, display.show, "\n".join(lines))

@@ -204,12 +204,7 @@ def search_report(result: SearchResult) -> Report:
     best, front = result.best, result.front()
     assert best is not None
     some = result.ranked[:: max(1, len(result.ranked) // MOST_POINTS)]
-    picture = scatter(
-        "Layouts by memory and speed",
-        ("GiB on the fullest device", "tokens/s per device"),
-        list(map(_point, some)),
-        list(map(_point, front)),
-    )
+    picture = scatter(list(map(_point, some)), list(map(_point, front)))
     return Report(
         f"{best.config.model.name}: {_counts(result)}",
         [
