@@ -22,15 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common import devices
 from nanoscale.common.cache_folder import cache_path, user_cache
-from nanoscale.common.devices import (
-    detect,
-    driver_cuda,
-    gpu_capabilities,
-    gpu_links,
-    gpu_memory,
-    gpu_problem,
-)
 from nanoscale.common.units import byte_size
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message
@@ -52,7 +45,7 @@ _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def facts(order: Message, port: int | None) -> dict[str, Any]:
     """Return the facts by which the launcher or `doctor` judges this host; JSON. `port` is reserved here."""
-    devices, root = detect(), Path(order["root"])
+    local_devices, root = devices.detect(), Path(order["root"])
     # Path.exists() raises if a parent folder is not readable.
     visible = os.access(root / order["probe"], os.F_OK)
     return {
@@ -63,20 +56,20 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "executable": sys.executable,
         "versions": versions(),
         "optional_packages": optional_packages(),
-        "devices": asdict(devices),
-        "gpu_memory_gib": gpu_memory(),
-        "gpu_problem": gpu_problem(),
+        "devices": asdict(local_devices),
+        "gpu_memory_gib": devices.gpu_memory(),
+        "gpu_problem": devices.gpu_problem(),
         # By these the launcher decides if the ranks can use the GPUs.
         "gpu_software": {
-            "driver_cuda": driver_cuda(),
-            "capabilities": gpu_capabilities(),
-            "links": gpu_links(),
+            "driver_cuda": devices.driver_cuda(),
+            "capabilities": devices.gpu_capabilities(),
+            "links": devices.gpu_links(),
             "fabric": fabric(Path("/")),
             "infiniband": infiniband(Path("/"), os.environ),
             "torch": torch_build(),
             "compiler": compiler(os.environ),
         }
-        if devices.kind == "cuda"
+        if local_devices.kind == "cuda"
         else None,
         "memory_gib": available_gib(),
         "shared_memory_gib": _free_gib(Path("/dev/shm")),

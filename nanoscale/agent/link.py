@@ -19,17 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from nanoscale.processes import scratch
+from nanoscale.processes import messages, scratch
 from nanoscale.processes.lifeline import clean_up, end_group
-from nanoscale.processes.messages import (
-    BEAT,
-    BEAT_S,
-    HandshakeError,
-    Message,
-    Sender,
-    Unpacker,
-    introduce,
-)
+from nanoscale.processes.messages import Message
 from nanoscale.processes.network import addresses as own_addresses
 from nanoscale.processes.network import names
 
@@ -66,7 +58,7 @@ class Link:
         self.scratch = scratch.make()
         """The folder for files that only this agent and its ranks read."""
         self._reader = reader
-        self._sender = Sender(writer)
+        self._sender = messages.Sender(writer)
         self._ending = threading.Event()
         self._orders: queue.Queue[Message] = queue.Queue()
         self._deferred: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -118,19 +110,19 @@ class Link:
         self._lost_after_s = lost_after_s
 
     def _beat(self) -> None:
-        message = BEAT
+        message = messages.BEAT
         while True:
             self._sender.send(message)
             try:
-                message = self._deferred.get(timeout=BEAT_S)
+                message = self._deferred.get(timeout=messages.BEAT_S)
             except queue.Empty:
-                message = BEAT
+                message = messages.BEAT
 
     def _listen(self) -> None:
-        unpacker = Unpacker()
+        unpacker = messages.Unpacker()
         last_heard = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._reader], [], [], BEAT_S)
+            ready, _, _ = select.select([self._reader], [], [], messages.BEAT_S)
             if ready:
                 data = b""
                 with suppress(OSError):  # the connection has ended in another way
@@ -194,8 +186,8 @@ def _connect(addresses: Sequence[str], key: bytes) -> socket.socket:
             with suppress(OSError), socket.create_connection(end, _CONNECT_S) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 was_connected = True
-                with suppress(HandshakeError):
-                    introduce(connection, key, description)
+                with suppress(messages.HandshakeError):
+                    messages.introduce(connection, key, description)
                     connection.settimeout(None)
                     return connection.dup()
         if not was_connected:

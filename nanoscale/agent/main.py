@@ -23,15 +23,7 @@ from nanoscale.agent.notice import watch
 from nanoscale.agent.rank import record_fork_server_failure
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
-from nanoscale.processes import scratch
-from nanoscale.processes.lifeline import (
-    CGROUP,
-    SCRATCH,
-    clean_up,
-    create_cgroup,
-    end_group,
-    join_cgroup,
-)
+from nanoscale.processes import lifeline, scratch
 from nanoscale.processes.messages import BANDWIDTH, MARK, Message
 from nanoscale.processes.network import ReservedPort
 from nanoscale.processes.proc import allow_open_files
@@ -91,8 +83,8 @@ def _serve(link: Link, job: Job | None) -> None:
                 watches = True
                 Thread(target=watch, args=(launch.notice, link.send_later), daemon=True).start()
             store = attempt(link, launch, job or launch.job, keeper)
-    clean_up(os.getpid())
-    end_group(os.getpid())  # the fork server, which may still be loading torch
+    lifeline.clean_up(os.getpid())
+    lifeline.end_group(os.getpid())  # the fork server, which may still be loading torch
     if keeper is not None and order["rescue"] is not None:
         keeper.lost_nodes = order["rescue"]
         keeper.rescue()
@@ -128,7 +120,7 @@ def cores_per_rank(cores: int, ranks: int) -> dict[str, str]:
 
 
 def _start_fork_server(job: Job | str, folder: Path) -> None:
-    os.environ[SCRATCH] = str(folder)
+    os.environ[lifeline.SCRATCH] = str(folder)
     record_fork_server_failure(None)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
     if job in JOBS and job != BANDWIDTH:
@@ -136,12 +128,12 @@ def _start_fork_server(job: Job | str, folder: Path) -> None:
         preloaded.insert(-1, "torch._dynamo")
     _choose_folder_for_sockets(folder)
     multiprocessing.set_forkserver_preload(preloaded)
-    enclosure = create_cgroup(os.environ[MARK])
+    enclosure = lifeline.create_cgroup(os.environ[MARK])
     if enclosure is not None:
-        os.environ[CGROUP] = str(enclosure)
+        os.environ[lifeline.CGROUP] = str(enclosure)
     forkserver.ensure_running()
     if enclosure is not None:
-        join_cgroup(enclosure, forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+        lifeline.join_cgroup(enclosure, forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
 def _choose_folder_for_sockets(folder: Path) -> None:

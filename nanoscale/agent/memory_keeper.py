@@ -11,16 +11,9 @@ from nanoscale.processes import scratch
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.messages import Message
 from nanoscale.processes.peer_files import PeerFileServer, write_committed
+from nanoscale.runs import memory_order
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.job_messages import HostRanks
-from nanoscale.runs.memory_order import (
-    MemoryOrder,
-    checked_files,
-    committed_in,
-    peer_of,
-    source_of,
-    write_order,
-)
 
 
 class MemoryKeeper:
@@ -42,7 +35,7 @@ class MemoryKeeper:
 
     def facts(self) -> dict[str, Any]:
         """Return the port of the server (0: none) and what is kept, with every byte compared with its sum."""
-        kept, damaged = checked_files(self.folder)
+        kept, damaged = memory_order.checked_files(self.folder)
         return {
             "port": self._server.port if self._server else 0,
             "kept": kept,
@@ -56,25 +49,25 @@ class MemoryKeeper:
         Args:
             order: the `memory` of the order to launch.
         """
-        source = source_of(order["source"])
+        source = memory_order.source_of(order["source"])
         self._run, self._attempt, self._node = run, host.attempt, host.node_rank
         self.lost_nodes = ()
         kept = set()
-        for path, about in committed_in(self.folder):
+        for path, about in memory_order.committed_in(self.folder):
             if source and (about["attempt"], about["count"]) == (source.attempt, source.count):
                 kept |= {path.name, about["file"]}
         for path in self.folder.glob("*-*.*"):
             if path.name not in kept:
                 path.unlink(missing_ok=True)
-        write_order(
-            MemoryOrder(
+        memory_order.write_order(
+            memory_order.MemoryOrder(
                 folder=str(self.folder),
                 key=self._key,
                 attempt=host.attempt,
                 node=host.node_rank,
                 nodes=host.nodes,
                 ranks=len(host.ranks),
-                peer=peer_of(order["peers"][host.node_rank]),
+                peer=memory_order.peer_of(order["peers"][host.node_rank]),
                 source=source,
             )
         )
@@ -88,7 +81,7 @@ class MemoryKeeper:
             return
         self._run.memory.mkdir(exist_ok=True)
         copied = (self._node, *self.lost_nodes)
-        for path, about in committed_in(self.folder):
+        for path, about in memory_order.committed_in(self.folder):
             # Of an earlier attempt there is only the state that this one began with, the same on all hosts.
             if about["attempt"] == self._attempt and about["node"] not in copied:
                 continue

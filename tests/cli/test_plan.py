@@ -429,7 +429,7 @@ def test_the_exit_code_of_combinations(capsys):
 
 
 def test_combinations_note_the_reference_once(capsys, monkeypatch):
-    monkeypatch.setattr("nanoscale.common.devices.detect", lambda: Devices("cpu", 1))
+    monkeypatch.setattr("nanoscale.cli.inspect.plan.detect", lambda: Devices("cpu", 1))
     assert nanoscale(["plan", *H100[0:1], *H100[2:], "zero.stage=2,3"]) == 0
     shown = capsys.readouterr()
     assert shown.err.count("planned for the recipe's reference") == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.checkpoint import store
-from nanoscale.cli.common import trust
+from nanoscale.cli.inspect import run_changes
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump
@@ -104,8 +104,8 @@ def test_the_question(
     answer: bool, remains: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(trust, "can_ask", lambda: True)
-    monkeypatch.setattr(trust, "is_confirmed", lambda text: asked.append(text) or answer)
+    monkeypatch.setattr(run_changes, "can_ask", lambda: True)
+    monkeypatch.setattr(run_changes, "is_confirmed", lambda text: asked.append(text) or answer)
     assert nanoscale(["runs", "rm", "first"]) == 0
     assert len(asked) == 1 and "KiB would be deleted" in asked[0]
     assert re.search(r"KiB +first", capsys.readouterr().err)

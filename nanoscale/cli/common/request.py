@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common import rehearsal
 from nanoscale.cli.common.output import DONE, error_document, exit_code, show_error
-from nanoscale.cli.common.rehearsal import (
-    must_decide,
-    rehearsal_of_launch,
-    rehearsal_of_unplanned,
-    with_memory,
-)
 from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -331,7 +326,7 @@ def planned(
     except UnknownHardwareError as error:
         if request.config.model.source == "hf" and not force:
             with refusals.gather():
-                program = rehearsal_of_unplanned(request.config, asked=rehearse)
+                program = rehearsal.rehearsal_of_unplanned(request.config, asked=rehearse)
             return replace(request, program=program)
         if rehearse:
             raise
@@ -339,9 +334,9 @@ def planned(
         return request
     program = known_of(request.config)
     with refusals.gather():
-        if program is None and (rehearse or (not force and must_decide(plan))):
-            program = rehearsal_of_launch(request.config, asked=rehearse)
-        plan = with_memory(plan, program)
+        if program is None and (rehearse or (not force and rehearsal.must_decide(plan))):
+            program = rehearsal.rehearsal_of_launch(request.config, asked=rehearse)
+        plan = rehearsal.with_memory(plan, program)
         if not force:
             require_fit(request.composed, plan, request.devices)
     return replace(request, plan=document(plan, request.choice), program=program)

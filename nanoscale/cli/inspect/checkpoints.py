@@ -11,26 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoscale.checkpoint.store import (
-    DamagedCheckpointError,
-    find_checkpoint,
-    find_damage,
-    list_checkpoints,
-)
+from nanoscale.checkpoint import store
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, answer, refuse_option
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.run.checkpoint_text import (
-    line,
-    print_damage,
-    print_exported,
-    print_manifest,
-    set_aside,
-    summary,
-)
+from nanoscale.view.run import checkpoint_text
 
 app = typer.Typer(no_args_is_help=True, help="Show, verify, export and prune a run's checkpoints.")
 app.command("prune")(prune_checkpoints)
@@ -40,22 +28,24 @@ app.command("prune")(prune_checkpoints)
 def list_saved(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """List the checkpoints of a run, the oldest first."""
     directory = RunDirectory.open(run)
-    rows = [summary(stored) for stored in list_checkpoints(directory.checkpoints)]
-    rows += set_aside(directory.checkpoints).values()
-    lines = [*map(line, rows)] or [f"no checkpoints in {directory.checkpoints}"]
+    rows = [
+        checkpoint_text.summary(stored) for stored in store.list_checkpoints(directory.checkpoints)
+    ]
+    rows += checkpoint_text.set_aside(directory.checkpoints).values()
+    lines = [*map(checkpoint_text.line, rows)] or [f"no checkpoints in {directory.checkpoints}"]
     answer(as_json, rows, display.show, "\n".join(lines))
 
 
 @app.command("inspect")
 def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
     """Show a checkpoint's progress, the shape and dtype of each tensor, and each file."""
-    stored = find_checkpoint(RunDirectory.open(run).checkpoints, step)
+    stored = store.find_checkpoint(RunDirectory.open(run).checkpoints, step)
     try:
         document = {"path": str(stored.path), **stored.manifest}
-    except DamagedCheckpointError as error:
+    except store.DamagedCheckpointError as error:
         raise UserError("checkpoint", f"{stored.path} is damaged: {error}") from error
-    document["damage"] = find_damage(stored.path, sums=False)
-    answer(as_json, document, print_manifest)
+    document["damage"] = store.find_damage(stored.path, sums=False)
+    answer(as_json, document, checkpoint_text.print_manifest)
 
 
 @app.command("verify")
@@ -66,17 +56,19 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
     aside as damaged are read too, and do not change the exit code.
     """
     folder = RunDirectory.open(run).checkpoints
-    aside = set_aside(folder) if step is None else {}
-    chosen = [] if aside else [find_checkpoint(folder, step)]  # which refuses a folder without any
+    aside = checkpoint_text.set_aside(folder) if step is None else {}
+    chosen = (
+        [] if aside else [store.find_checkpoint(folder, step)]
+    )  # which refuses a folder without any
     if step is None:
-        chosen = list_checkpoints(folder)
-    damage = {stored.path: find_damage(stored.path) for stored in chosen}
-    damage |= {path: find_damage(path) for path in aside}
+        chosen = store.list_checkpoints(folder)
+    damage = {stored.path: store.find_damage(stored.path) for stored in chosen}
+    damage |= {path: store.find_damage(path) for path in aside}
     rows: list[dict[str, Any]] = [
         {"name": path.name, "whole": not found, "damage": found, **aside.get(path, {})}
         for path, found in damage.items()
     ]
-    answer(as_json, rows, print_damage, damage, aside)
+    answer(as_json, rows, checkpoint_text.print_damage, damage, aside)
     if any(found for path, found in damage.items() if path not in aside):
         raise typer.Exit(FAILED)
 
@@ -130,7 +122,7 @@ def export_checkpoint(
     from nanoscale.config.composing.frozen import load
 
     directory, largest = RunDirectory.open(run), _bytes(max_shard_size)
-    stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
+    stored, config = store.find_checkpoint(directory.checkpoints, step), load(directory.config)
     folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
     if base is not None:
         if not config.lora.rank:
@@ -149,7 +141,7 @@ def export_checkpoint(
     else:
         exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     written = asdict(exported) | {"folder": str(folder)}
-    answer(as_json, written, print_exported, stored.path.name, written)
+    answer(as_json, written, checkpoint_text.print_exported, stored.path.name, written)
 
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?")

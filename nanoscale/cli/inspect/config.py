@@ -18,15 +18,7 @@ from nanoscale.config.composing.library import Library
 from nanoscale.config.reference import AUTO, declared, meaning, sections, with_values
 from nanoscale.config.values.equivalents import equivalent
 from nanoscale.config.violations import nearest, nearest_key, refuse
-from nanoscale.view.config_text import (
-    explained,
-    option_rows,
-    options_document,
-    print_backends,
-    print_explained,
-    print_rows,
-    schedule_chart,
-)
+from nanoscale.view import config_text
 
 if TYPE_CHECKING:
     from nanoscale.config.schema import Config
@@ -53,7 +45,7 @@ def show(
     composed = _composed(line)
     shown, resolved = _chosen(composed)
     values = _for_deepspeed(composed) if deepspeed else asdict(shown.config)
-    chart = schedule_chart(resolved) if resolved is not None else ""
+    chart = config_text.schedule_chart(resolved) if resolved is not None else ""
     answer(as_json or deepspeed, values, print_yaml, to_yaml(values) + chart)
     if deepspeed and composed.config.backend.extra:
         added = ", ".join(composed.config.backend.extra)
@@ -72,12 +64,12 @@ def explain(
     """Explain a key: its meaning, its value, and what set it."""
     names = _named(key)
     shown, here = _chosen(_composed(line))
-    found = [explained(name, shown, here) for name in names if name in shown.history]
+    found = [config_text.explained(name, shown, here) for name in names if name in shown.history]
     if as_json:
         print_json(found[0] if names == [key] else found)
         return
     for index, document in enumerate(found):
-        print_explained(document, first=index == 0)
+        config_text.print_explained(document, first=index == 0)
 
 
 @app.command("from")
@@ -150,7 +142,7 @@ def backends(as_json: opt.AsJson = False) -> None:
 
     rows = table()
     document = [{"key": key, "native": a, "deepspeed": b} for key, a, b in rows]
-    answer(as_json, document, print_backends, rows, OUTSIDE)
+    answer(as_json, document, config_text.print_backends, rows, OUTSIDE)
 
 
 @app.command("ls")
@@ -173,7 +165,7 @@ def list_groups(
             for name in library.groups()
         }
         names = [(name, ", ".join(about["options"])) for name, about in groups.items()]
-        answer(as_json, groups, print_rows, names)
+        answer(as_json, groups, config_text.print_rows, names)
         return
     tops = [section for section in sections() if section and "." not in section]
     known = list(dict.fromkeys([*library.groups(), *tops]))
@@ -184,9 +176,12 @@ def list_groups(
     keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
     fields = ("type", "unit", "meaning")
     rows = [{"key": key.name} | {name: getattr(key, name) for name in fields} for key in keys]
-    document = {"options": options_document(options), "keys": rows}
-    meanings = [*option_rows(options, f"{group}="), *((key.name, key.meaning) for key in keys)]
-    answer(as_json, document, print_rows, meanings)
+    document = {"options": config_text.options_document(options), "keys": rows}
+    meanings = [
+        *config_text.option_rows(options, f"{group}="),
+        *((key.name, key.meaning) for key in keys),
+    ]
+    answer(as_json, document, config_text.print_rows, meanings)
 
 
 def _for_deepspeed(composed: Composed) -> dict[str, Any]:

@@ -8,17 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common import output
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
-from nanoscale.cli.common.output import (
-    CHANGED,
-    DOES_NOT_FIT,
-    DONE,
-    FAILED,
-    answer,
-    require_writable,
-    show_report,
-    write_page,
-)
 from nanoscale.cli.common.rehearsal import rehearsed
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common.errors import UserError
@@ -66,8 +57,8 @@ def rehearse(
     from nanoscale.view.rehearsal_text import rehearsal_report
 
     opt.require_at_least(1, {"--steps": steps})
-    require_writable("--html", html, overwrite=overwrite)
-    require_writable("--trace", trace, overwrite=overwrite)
+    output.require_writable("--html", html, overwrite=overwrite)
+    output.require_writable("--trace", trace, overwrite=overwrite)
     former = read_former(against) if against is not None else None
     line = on_described_hosts(line)
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
@@ -84,14 +75,14 @@ def rehearse(
         former |= {"time": step_time.document(request.config, before)}
         result |= {"against": changes_against(result, former, against)}
     report = rehearsal_report(result, changes)
-    write_page(html, report, overwrite=overwrite)
+    output.write_page(html, report, overwrite=overwrite)
     shown = {name: value for name, value in result.items() if name != "program"}
-    answer(as_json, shown | {"changes": changes}, show_report, report)
+    output.answer(as_json, shown | {"changes": changes}, output.show_report, report)
     if failed(result):
-        return FAILED
+        return output.FAILED
     if not fits:
-        return DOES_NOT_FIT
-    return CHANGED if result.get("against") else DONE
+        return output.DOES_NOT_FIT
+    return output.CHANGED if result.get("against") else output.DONE
 
 
 def _planned(request: Request, result: dict[str, Any]) -> tuple[bool, list[dict[str, str]]]:

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanoscale.checkpoint.configuration import newest, record_origin
-from nanoscale.cli.common.output import (
-    DONE,
-    answer,
-    exit_code,
-    exit_code_of_signal,
-    print_json,
-    show_error,
-    show_report,
-)
+from nanoscale.cli.common import output
 from nanoscale.cli.common.request import CommandLine, Refusals, request_new_run
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -28,22 +20,10 @@ from nanoscale.config.resolved import ResolvedConfig, differences
 from nanoscale.config.violations import shown
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
-from nanoscale.launch.hosts.outer_processes import (
-    AGENT_NAME,
-    join_command,
-    names,
-    session_file,
-    this_process,
-)
+from nanoscale.launch.hosts import outer_processes as outer
+from nanoscale.launch.lifecycle import continuation
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.lifecycle.command import local_host, plan_launch
-from nanoscale.launch.lifecycle.continuation import (
-    completion,
-    fetch_missing,
-    is_complete,
-    require_same_run,
-    starting_point,
-)
 from nanoscale.launch.lifecycle.host_choice import HostChoice
 from nanoscale.launch.lifecycle.prepare import new_run, replace_configuration
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
@@ -76,7 +56,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
         prepare(fleet, request, signals)
         if signals.first is not None:
             display.note("stopped before the launch")
-            raise typer.Exit(exit_code_of_signal(signals.first))
+            raise typer.Exit(output.exit_code_of_signal(signals.first))
         if config.launcher.preflight:
             require_ready(fleet, config)
         elif mixed := mixed_versions(fleet.members, config):
@@ -118,13 +98,13 @@ def launch(
             lock.require()
             replace_configuration(run, request, last)
         upload = request.config.checkpoint.upload
-        if fetch_missing(lock.run, upload) and (stored := newest(lock.run)):
+        if continuation.fetch_missing(lock.run, upload) and (stored := newest(lock.run)):
             record_origin(lock.run, stored)
         stream = sys.stderr if as_json else sys.stdout
         outcome = follow(lock, request, last + 1, fleet, signals, stream, quiet=quiet)
         if as_json:
             with display.survive_lost_stream(sys.stdout):
-                print_json(document(lock.run, outcome))
+                output.print_json(document(lock.run, outcome))
                 sys.stdout.flush()
         return outcome.exit_code
 
@@ -139,7 +119,7 @@ def show_changes(previous: ResolvedConfig, config: ResolvedConfig) -> bool:
 
 def show_start(run: RunDirectory) -> None:
     """Show from which checkpoint a run continues. Errors as of `starting_point`."""
-    for sentence in starting_point(run):
+    for sentence in continuation.starting_point(run):
         display.note(sentence)
 
 
@@ -177,7 +157,9 @@ def show_plan(
     """Show the result of a dry run of `train` or `resume`; return the exit code of the command."""
     plan = plan_launch(request.config, run, number, request.hosts)
     document = {**launch_text.document(request, plan, run), **refusals.document()}
-    answer(as_json, document, show_report, launch_text.launch_report(request, plan, run))
+    output.answer(
+        as_json, document, output.show_report, launch_text.launch_report(request, plan, run)
+    )
     return refusals.show()
 
 
@@ -187,20 +169,20 @@ def train_as_one_of_many(line: CommandLine, dry_run: bool, as_json: bool, **how:
     `how` has the other options of `request_new_run`.
     The same command, started again, continues the run of this name.
     """
-    process, line = this_process(), replace(line, one_of_many=True)
-    os.environ[AGENT_NAME] = names(process)[process.host]
+    process, line = outer.this_process(), replace(line, one_of_many=True)
+    os.environ[outer.AGENT_NAME] = outer.names(process)[process.host]
     config = line.compose_settings().config
-    session = session_file(config)
+    session = outer.session_file(config)
     if not process.launches:
-        command = join_command(process, config)
+        command = outer.join_command(process, config)
         os.execv(command[0], command)
     session.parent.mkdir(parents=True, exist_ok=True)
     with Keeper(session, process.hosts * process.slots > 1) as keeper:
         try:
             keeper.exit_code = _launch(line, dry_run, as_json, **how)
         except UserError as error:
-            show_error(error, as_json=as_json)  # before the other processes know
-            keeper.exit_code = exit_code(error)
+            output.show_error(error, as_json=as_json)  # before the other processes know
+            keeper.exit_code = output.exit_code(error)
     return keeper.exit_code
 
 
@@ -213,13 +195,13 @@ def _launch(line: CommandLine, dry_run: bool, as_json: bool, **how: Any) -> int:
     with nullcontext() if dry_run else RunLock(run) as lock:
         previous = load(run.config)
         request = replace(request, config=replace(request.config, run=previous.run))
-        require_same_run(run, request, line.overrides or ())
+        continuation.require_same_run(run, request, line.overrides or ())
         show_changes(previous, request.config)
-        complete = is_complete(run, previous, request.config)
+        complete = continuation.is_complete(run, previous, request.config)
         if complete and not dry_run:
-            (display.note if as_json else display.show)(completion(run))
-            return DONE
+            (display.note if as_json else display.show)(continuation.completion(run))
+            return output.DONE
         if not complete:
-            fetch_missing(run, request.config.checkpoint.upload)
+            continuation.fetch_missing(run, request.config.checkpoint.upload)
             show_start(run)
         return launch(run, request, lock, refusals, as_json)

@@ -35,22 +35,18 @@ def replay(
     from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.lifecycle import repetition
     from nanoscale.launch.lifecycle.prepare import new_run
-    from nanoscale.launch.lifecycle.repetition import (
-        changed_layout,
-        find_replay,
-        require_same_training,
-    )
     from nanoscale.view.run.replay_text import document, sentences, tolerances, without_records
 
-    wanted = find_replay(RunDirectory.open(run), steps)
+    wanted = repetition.find_replay(RunDirectory.open(run), steps)
     typed = {word.partition("=")[0] for word in line.overrides or ()}
     chosen = {key: it for key, it in wanted.settings().items() if key not in typed}
     settings = {key: Setting(value, "replay") for key, value in chosen.items()}
     line = replace(line, config_file=wanted.config, options={**settings, **line.options})
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force)
-    require_same_training(wanted, request)
+    repetition.require_same_training(wanted, request)
     if missing := without_records(wanted):
         display.note(missing)
     if dry_run:
@@ -58,7 +54,7 @@ def replay(
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         wanted.link(lock.run)
         outcome = follow(lock, request, 1, fleet, signals, sys.stderr if as_json else sys.stdout)
-    layout = changed_layout(wanted, request.config)
+    layout = repetition.changed_layout(wanted, request.config)
     both = (load(wanted.config), request.config)
     is_fp64 = all(it.precision.compute == "fp64" for it in both)
     repeats = all(it.precision.deterministic or it.launcher.device == "cpu" for it in both)

@@ -41,13 +41,8 @@ def resume(
     """Resume from the newest complete checkpoint, in any layout."""
     from nanoscale.cli.jobs.launching import launch, show_changes, show_start
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.lifecycle import continuation
     from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.launch.lifecycle.continuation import (
-        completion,
-        fetch_missing,
-        is_complete,
-        upload_missing,
-    )
     from nanoscale.runs.lock import RunLock, refuse_if_held
     from nanoscale.view.run.outcome_text import document
 
@@ -64,12 +59,12 @@ def resume(
         else:
             lock, signals = held.enter_context(RunLock(directory)), held.enter_context(Signals())
         previous = load(directory.config)
-        fetched = fetch_missing(directory, previous.checkpoint.upload, dry_run=dry_run)
+        fetched = continuation.fetch_missing(directory, previous.checkpoint.upload, dry_run=dry_run)
         request = next_request(directory, line)
-        complete = is_complete(directory, previous, request.config)
+        complete = continuation.is_complete(directory, previous, request.config)
         if complete and not dry_run:
-            upload_missing(directory, request.config.checkpoint.upload)
-            (display.note if as_json else display.show)(completion(directory))
+            continuation.upload_missing(directory, request.config.checkpoint.upload)
+            (display.note if as_json else display.show)(continuation.completion(directory))
             if as_json:
                 print_json(document(directory, Outcome("completed", DONE)))
             return DONE
@@ -78,7 +73,7 @@ def resume(
         # An unchanged run continues, whatever the prediction.
         request = planned(request, refusals, force=force or complete or not changed)
         if complete:
-            display.note(completion(directory))
+            display.note(continuation.completion(directory))
         elif not (fetched and dry_run):
             with refusals.gather():
                 show_start(directory)
@@ -99,17 +94,17 @@ def next_request(
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.rules.launcher import BATCH_NAMES
     from nanoscale.launch.batch.allocation import nodes_of_job
-    from nanoscale.launch.lifecycle.continuation import require_recorded, require_same_run
+    from nanoscale.launch.lifecycle import continuation
 
     def verify(composed: Composed) -> None:
         if hosts is None and composed.config.launcher.name in BATCH_NAMES:
             resubmission = ["nanoscale", "submit", "--resume", run.reference, *line.changes]
             nodes_of_job(composed, shlex.join(resubmission))
-        if note := require_recorded(run, composed):
+        if note := continuation.require_recorded(run, composed):
             display.note(note)
 
     request = request_job(line, verify=verify, hosts=hosts)
-    require_same_run(run, request, line.overrides or ())
+    continuation.require_same_run(run, request, line.overrides or ())
     if request.config.lora.rank:
         require_base(request.config, run.checkpoints)
     return replace(request, config=replace(request.config, run=load(run.config).run))

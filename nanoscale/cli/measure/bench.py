@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import (
-    DONE,
-    FAILED,
-    answer,
-    require_writable,
-    saying,
-    show_report,
-    write_page,
-)
+from nanoscale.cli.common import output
 from nanoscale.cli.common.request import LAUNCH, CommandLine, request_new_run, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -67,21 +59,21 @@ def bench(
         (scale is None, need, {"--weak": weak, "--html": html}),
         (scale is not None, single, {"--compare": compare}),
     )
-    require_writable("--html", html, overwrite=overwrite)
+    output.require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
     if scale is not None:
         about = _test_scaling(line, scale, weak, warmup, steps, force)
         report = scaling_report(about)
-        write_page(html, report, overwrite=overwrite)
-        answer(as_json, about, show_report, report, html)
-        return DONE if len(about["points"]) == len(scale.counts) else FAILED
+        output.write_page(html, report, overwrite=overwrite)
+        output.answer(as_json, about, output.show_report, report, html)
+        return output.DONE if len(about["points"]) == len(scale.counts) else output.FAILED
     told = _measure(_request(line, force), warmup, steps)
     if told is None:
-        return FAILED
+        return output.FAILED
     if other is not None:
         told["compared"] = compare_figures(told, other)
-    answer(as_json, told, show_report, bench_report(told))
-    return DONE
+    output.answer(as_json, told, output.show_report, bench_report(told))
+    return output.DONE
 
 
 def _request(line: CommandLine, force: bool) -> Request:
@@ -100,7 +92,7 @@ def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Docu
     longest = max(config.train.steps, warmup + steps + _RECORDED)
     train = replace(config.train, steps=longest, sample_tokens=0)
     measured = replace(config, train=train, model=replace(config.model, init_from=None))
-    with saying() as say, checkpoint_folder(config) as folder:
+    with output.saying() as say, checkpoint_folder(config) as folder:
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
         say(f"{label}starting the ranks …")
         try:
@@ -177,7 +169,7 @@ def _test_scaling(
         display.note(f"{label}{told['tokens_per_s']:,.0f} tokens/s")
         measured.append(told)
     if not measured:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.FAILED)
     return scaling_document(scale.axis, scale.counts[: len(measured)], measured, weak=weak)
 
 

@@ -22,14 +22,7 @@ from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.processes.messages import Message
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory, write_json
-from nanoscale.runs.failure import (
-    Failure,
-    RankFailure,
-    absent_hosts,
-    absent_ranks,
-    agent_failure,
-    is_consequence,
-)
+from nanoscale.runs.failure import Failure, RankFailure
 from nanoscale.runs.job_messages import RENDEZVOUS_S, LaunchOrder
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.position import different_collectives, suspects
@@ -258,7 +251,7 @@ class Attempt:
             return _STOPPED
         failures = self.execution.failures
         if any(host in self.noticed for host, rank in failures if rank is None) and all(
-            is_consequence(it) or (rank is None and host in self.noticed)
+            failure.is_consequence(it) or (rank is None and host in self.noticed)
             for (host, rank), it in failures.items()
         ):  # the host was taken away before the end of the save
             return Outcome("preempted", PREEMPTED)
@@ -272,8 +265,10 @@ class Attempt:
             failures = [self._forced(self.forced)]
         elif not failures:
             host = self.plan.hosts[0].host
-            failures = [agent_failure(host, "the ranks ended without a reason", "look at the logs")]
-        elif all(map(is_consequence, failures)):
+            failures = [
+                failure.agent_failure(host, "the ranks ended without a reason", "look at the logs")
+            ]
+        elif all(map(failure.is_consequence, failures)):
             failures += self._unreported_cause(failures)
         evidence, log = self.execution.evidence, self.fleet.output.common_log
         cause = failure.digest(self.run, self.plan.attempt, failures, evidence, log)
@@ -294,13 +289,13 @@ class Attempt:
             error = UserError("data", texts.problem)
             return RankFailure.of(error, host=host)
         remedy = "free space on the disk of the cache (NANOSCALE_CACHE), or memory of the host"
-        return agent_failure(host, texts.problem, remedy)
+        return failure.agent_failure(host, texts.problem, remedy)
 
     def _forced(self, reason: str) -> RankFailure:
         """Return the failure of the rank that kept the others from stopping, or of the first one."""
         suspected = self._suspects()
         if suspected and len(suspected) < self.plan.world_size:
-            late = absent_ranks(suspected, self.execution.positions, reason)
+            late = failure.absent_ranks(suspected, self.execution.positions, reason)
         else:
             host = self.plan.hosts[0]
             late = RankFailure("forced", host.ranks[0], 0, host.host, diagnosis=reason)
@@ -310,11 +305,11 @@ class Attempt:
         """Return the cause that no rank reported: ranks that hang, or that wait in different collectives."""
         silent, known = self._silent_ranks(), self.execution.positions
         if silent and all(one.kind == "rendezvous" for one in failures):
-            return [absent_hosts(silent, RENDEZVOUS_S)]
+            return [failure.absent_hosts(silent, RENDEZVOUS_S)]
         if suspected := self._suspects():
             limit = self.launcher.collective_timeout_s
             waited = f"the others waited for {limit:g} s (launcher.collective_timeout_s)"
-            return [absent_ranks(suspected, known, waited)]
+            return [failure.absent_ranks(suspected, known, waited)]
         mismatched = [it.rank for it in failures if it.kind == "mismatched" and it.rank is not None]
         aborted = sorted(set(mismatched) - known.keys())
         if difference := different_collectives(known, aborted):
@@ -331,7 +326,7 @@ class Attempt:
 
     def _silent_ranks(self) -> list[RankFailure]:
         """List the ranks that did not fail."""
-        failed = {failure.rank for failure in self.execution.failures.values()}
+        failed = {it.rank for it in self.execution.failures.values()}
         return [
             RankFailure("absent", rank, local, host.host)
             for host in self.plan.hosts

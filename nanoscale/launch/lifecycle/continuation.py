@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from nanoscale.checkpoint import store
 from nanoscale.checkpoint.configuration import (
     IN_MANIFEST,
     manifest_key,
@@ -17,14 +18,6 @@ from nanoscale.checkpoint.configuration import (
     values,
 )
 from nanoscale.checkpoint.remote import RemoteCheckpoints
-from nanoscale.checkpoint.store import (
-    DamagedCheckpointError,
-    StoredCheckpoint,
-    find_damage,
-    list_checkpoints,
-    list_set_aside,
-    undo,
-)
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.object_storage import explained
@@ -139,10 +132,10 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
         UserError: there are checkpoints, and all of them are damaged; or there were, and all of them are gone.
     """
     damaged = [
-        f"{it.path.name} was set aside as damaged (to undo that: {undo(it.path)})"
-        for it in list_set_aside(run.checkpoints)
+        f"{it.path.name} was set aside as damaged (to undo that: {store.undo(it.path)})"
+        for it in store.list_set_aside(run.checkpoints)
     ]
-    for stored in reversed(list_checkpoints(run.checkpoints)):
+    for stored in reversed(store.list_checkpoints(run.checkpoints)):
         damage = _damage(stored)
         if not damage:
             name = stored.path.name
@@ -162,9 +155,9 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
     yield "there is no checkpoint yet: starting from the beginning"
 
 
-def _damage(stored: StoredCheckpoint) -> list[str]:
+def _damage(stored: store.StoredCheckpoint) -> list[str]:
     try:
-        return find_damage(stored.path, sums=False)
+        return store.find_damage(stored.path, sums=False)
     except OSError:  # it may be intact, and readable on the ranks' hosts
         return []
 
@@ -204,7 +197,7 @@ def fetch_missing(run: RunDirectory, address: str | None, *, dry_run: bool = Fal
     Raises:
         UserError: there are some in the storage, all of them are damaged, and none is intact on disk.
     """
-    local = list_checkpoints(run.checkpoints)
+    local = store.list_checkpoints(run.checkpoints)
     if address is None or (local and not _damage(local[-1])):
         return False
     last = local[-1].step if local else math.inf
@@ -218,7 +211,7 @@ def fetch_missing(run: RunDirectory, address: str | None, *, dry_run: bool = Fal
                 if not dry_run:
                     remote.fetch(step, run.checkpoints)
                 return True
-            except DamagedCheckpointError as error:
+            except store.DamagedCheckpointError as error:
                 damaged.append(f"the checkpoint of step {step} in {address} is damaged ({error})")
                 display.note(damaged[-1])
     if damaged and intact < 0:
@@ -235,7 +228,7 @@ def _again(run: RunDirectory) -> str:
 
 def upload_missing(run: RunDirectory, address: str | None) -> None:
     """Upload the checkpoints of a run that does not run."""
-    for stored in list_checkpoints(run.checkpoints) if address else ():
+    for stored in store.list_checkpoints(run.checkpoints) if address else ():
         with explained(_UPLOAD, str(address), "checkpoint"):
             if RemoteCheckpoints(str(address), run.name).upload(stored.path):
                 display.note(f"{stored.path.name} uploaded to {address}")

@@ -15,14 +15,10 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Host
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.lifecycle.command import (
-    LaunchPlan,
-    agent_environment,
-    local_host,
-    plan_launch,
-)
+from nanoscale.launch.lifecycle import command
 from nanoscale.launch.preflight.preflight import require_ready, skew_s
 from nanoscale.processes.messages import Message
+from nanoscale.runs import job_messages
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import (
     Evidence,
@@ -31,15 +27,6 @@ from nanoscale.runs.failure import (
     first_cause,
     is_consequence,
     user_error,
-)
-from nanoscale.runs.job_messages import (
-    RENDEZVOUS_S,
-    Answered,
-    Ended,
-    Failing,
-    HostRanks,
-    LaunchOrder,
-    message_of,
 )
 from nanoscale.runs.position import Position
 from nanoscale.runs.tail import LineSplitter
@@ -56,10 +43,10 @@ class JobExecution:
     """The ranks of a job, from the order to start them until all have ended."""
 
     fleet: Fleet
-    plan: LaunchPlan
+    plan: command.LaunchPlan
     members: Sequence[Member]
     """The members in the order of the plan's hosts."""
-    order_for: Callable[[HostRanks], LaunchOrder]
+    order_for: Callable[[job_messages.HostRanks], job_messages.LaunchOrder]
     """A function that returns the order to launch these ranks."""
     on_poll: Callable[[], None] = lambda: None
     """A function that is called after each wait for messages, before they are handled."""
@@ -131,7 +118,7 @@ class JobExecution:
 
     def _launch(self) -> None:
         for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
-            ranks = HostRanks(
+            ranks = job_messages.HostRanks(
                 name=host.host,
                 node_rank=number,
                 nodes=len(self.plan.hosts),
@@ -141,20 +128,20 @@ class JobExecution:
                 master_port=self.plan.master_port,
                 attempt=self.plan.attempt,
             )
-            self.fleet.send([member], **message_of(self.order_for(ranks)))
+            self.fleet.send([member], **job_messages.message_of(self.order_for(ranks)))
 
     def _receive(self, member: Member, message: Message) -> None:
         if message["kind"] in ("output", "signal", "notice"):
             self.on_message(member, message)
         elif message.get("attempt") != self.plan.attempt:
             pass  # belongs to an attempt that was given up
-        elif message["kind"] == Failing.kind:
-            self._add(member, Failing.read(message).failures)
-        elif message["kind"] == Answered.kind:
-            self.positions |= Answered.read(message).positions
+        elif message["kind"] == job_messages.Failing.kind:
+            self._add(member, job_messages.Failing.read(message).failures)
+        elif message["kind"] == job_messages.Answered.kind:
+            self.positions |= job_messages.Answered.read(message).positions
             self.answered.add(member.name)
-        elif message["kind"] == Ended.kind:
-            ended = Ended.read(message)
+        elif message["kind"] == job_messages.Ended.kind:
+            ended = job_messages.Ended.read(message)
             self.outcomes[member.name] = ended.outcome
             self.evidence[member.name] = ended.evidence
             self.result = self.result or ended.result
@@ -243,22 +230,24 @@ def run_one_shot_job(
         UserError: the hosts are not ready, or a rank found an error in the request.
         OneShotJobError: it failed otherwise.
     """
-    hosts = hosts or (local_host(config.world_size),)
+    hosts = hosts or (command.local_host(config.world_size),)
     with Fleet(config, hosts, Path(config.run.root).absolute()) as fleet:
         fleet.prepare(
-            agent_environment(config, config.world_size, os.environ), will_launch=True, job=job
+            command.agent_environment(config, config.world_size, os.environ),
+            will_launch=True,
+            job=job,
         )
         fleet.gather()
         if config.launcher.preflight:
             require_ready(fleet, config)
-        plan = plan_launch(config, NO_RUN, 1, hosts, fleet.members[0].port)
+        plan = command.plan_launch(config, NO_RUN, 1, hosts, fleet.members[0].port)
         return _result(execute(fleet, fleet.members, plan, config, job, task, on_line))
 
 
 def execute(
     fleet: Fleet,
     members: Sequence[Member],
-    plan: LaunchPlan,
+    plan: command.LaunchPlan,
     config: ResolvedConfig,
     job: str,
     task: dict[str, Any] | None = None,
@@ -278,9 +267,9 @@ def execute(
             for line in lines.feed(message["carried"]):
                 on_line(line.decode(errors="replace"))
 
-    meet_s = RENDEZVOUS_S if limit_s is None else limit_s / 4
+    meet_s = job_messages.RENDEZVOUS_S if limit_s is None else limit_s / 4
     order_for = partial(
-        LaunchOrder,
+        job_messages.LaunchOrder,
         run=None,
         lost_after_s=limit_s or meet_s,
         meet_s=meet_s,

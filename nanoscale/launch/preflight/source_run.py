@@ -9,12 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.checkpoint.store import (
-    DamagedCheckpointError,
-    StoredCheckpoint,
-    find_checkpoint,
-    find_damage,
-)
+from nanoscale.checkpoint import store
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import parameters
 from nanoscale.config.composing.frozen import load
@@ -38,10 +33,10 @@ def with_source_run(composed: Composed, config: ResolvedConfig) -> ResolvedConfi
         return config
     try:
         source = RunDirectory.open(Path(asked).expanduser(), Path(config.run.root))
-        stored = find_checkpoint(source.checkpoints, config.run.from_step)
-        damage = find_damage(stored.path, sums=False)
+        stored = store.find_checkpoint(source.checkpoints, config.run.from_step)
+        damage = store.find_damage(stored.path, sums=False)
         violations = [] if damage else list(_misfits(source, stored, config))
-    except DamagedCheckpointError as error:
+    except store.DamagedCheckpointError as error:
         damage = [str(error)]
     except UserError as error:
         ways = [way for violation in error.violations for way in _ways(violation.suggestions)]
@@ -64,7 +59,7 @@ def _ways(suggestions: tuple[str, ...]) -> Iterator[str]:
 
 
 def _misfits(
-    source: RunDirectory, stored: StoredCheckpoint, config: ResolvedConfig
+    source: RunDirectory, stored: store.StoredCheckpoint, config: ResolvedConfig
 ) -> Iterator[Violation]:
     """Yield the reasons for which a job cannot begin from a checkpoint."""
     tensors = stored.manifest["tensors"]
@@ -89,7 +84,7 @@ def _misfits(
 
 
 def _other_shapes(
-    stored: StoredCheckpoint, tensors: dict[str, Any], config: ResolvedConfig
+    stored: store.StoredCheckpoint, tensors: dict[str, Any], config: ResolvedConfig
 ) -> Iterator[Violation]:
     needed = {
         f"model.{name}": list(each.shape) for name, each in parameters.named(config.model).items()

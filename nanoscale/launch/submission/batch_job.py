@@ -17,13 +17,7 @@ from nanoscale.launch.batch.jobs import require_inactive
 from nanoscale.launch.batch.slurm import SlurmSystem
 from nanoscale.launch.batch.system import BatchError, BatchSystem
 from nanoscale.launch.batch.systems import SYSTEMS
-from nanoscale.launch.lifecycle.prepare import (
-    check_new_run,
-    check_new_runs,
-    name_run,
-    name_runs,
-    new_run,
-)
+from nanoscale.launch.lifecycle import prepare
 from nanoscale.launch.request import Request
 from nanoscale.launch.transport.transport import source_path
 from nanoscale.runs import submission
@@ -95,11 +89,11 @@ class BatchJob:
                 to resume is active.
         """
         if self.is_array:
-            check_new_runs(self.requests, self.name)
+            prepare.check_new_runs(self.requests, self.name)
         elif self.changes is not None:
             require_inactive(self.requests[0].run)
         else:
-            check_new_run(self.requests[0].config)
+            prepare.check_new_run(self.requests[0].config)
 
     def require_one_script(self) -> None:
         """Raise a UserError unless the same script serves all runs."""
@@ -122,7 +116,7 @@ class BatchJob:
         script = self.script
         with removed_on_error(self.root) as made:
             for request in self.requests if self.changes is None else ():
-                with new_run(request) as lock:
+                with prepare.new_run(request) as lock:
                     made.append(lock.run.path)
             if self.is_array:
                 self.path.parent.mkdir()
@@ -150,11 +144,11 @@ def batch_job(requests: Sequence[Request], at_once: int | None) -> BatchJob:
         if (name := requests[0].config.launcher.name) != "slurm":
             message = f"several values make an array of SLURM; submit one run at a time with launcher={name}"
             raise UserError("usage", message)
-        return BatchJob(*name_runs(requests), at_once)
+        return BatchJob(*prepare.name_runs(requests), at_once)
     if at_once is not None:
         raise UserError("usage", "--at-once needs an array of runs, as in train.seed=1,2,3")
     (one,) = requests
-    config = name_run(one.composed, one.config, repeats=one.repeats is not None)
+    config = prepare.name_run(one.composed, one.config, repeats=one.repeats is not None)
     return BatchJob(str(config.run.name), [replace(one, config=config)])
 
 

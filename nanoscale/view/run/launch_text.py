@@ -21,18 +21,8 @@ from nanoscale.launch.submission.batch_job import BatchJob
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
+from nanoscale.view import job_text
 from nanoscale.view.blocks import Block, Lines, Report, Table, show_table
-from nanoscale.view.job_text import (
-    data_warning,
-    derived_values,
-    describe_precision,
-    layout_line,
-    model_text,
-    seen_text,
-    settings,
-    shape,
-    size,
-)
 from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.prediction import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
@@ -55,8 +45,8 @@ def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str,
         "master_port": plan.master_port,
         "environment": plan.environment,
         "mesh": asdict(plan.mesh),
-        "settings": settings(config),
-        "derived": derived_values(config),
+        "settings": job_text.settings(config),
+        "derived": job_text.derived_values(config),
         "run_dir": str(run.path),
         "epochs": times_seen(config),
         "plan": request.plan,
@@ -95,7 +85,7 @@ def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Repo
         Lines(["environment, in addition to the inherited one", *environment]),
         Lines([f"rendezvous at {plan.master_addr}:{plan.master_port}"]),
         Lines(["commands", *commands]),
-        Lines([*data_warning(request.config), *saving_text.warning_lines(request.saving)]),
+        Lines([*job_text.data_warning(request.config), *saving_text.warning_lines(request.saving)]),
         Lines(["nothing was written or started", *rehearsal_lines(request)]),
     ]
     return Report(f"run directory {run.path}", blocks)
@@ -110,11 +100,11 @@ def _job_table(request: Request, plan: LaunchPlan) -> Table:
         "tokens_per_step": "tokens",
         "steps": "",
     }
-    numbers, plan_json = derived_values(request.config), request.plan or {}
+    numbers, plan_json = job_text.derived_values(request.config), request.plan or {}
     rows = [
         *((name.replace("_", " "), f"{numbers[name]:,} {unit}") for name, unit in units.items()),
         ("mesh", str(plan.mesh)),
-        *(settings(request.config) | {"precision": _precision(request)}).items(),
+        *(job_text.settings(request.config) | {"precision": _precision(request)}).items(),
         *((("chosen by the plan", plan_json["choice"]),) if "choice" in plan_json else ()),
         *(forecast(plan_json).items() if plan_json else ()),
         *saving_text.sentences(request.saving).items(),
@@ -139,12 +129,12 @@ def _rank_table(config: ResolvedConfig, plan: LaunchPlan) -> Table:
 def request_lines(request: Request) -> list[str]:
     """Describe a launch in three lines, which are the job, its length and its folder, and list warnings."""
     config, plan = request.config, request.plan
-    job, seen = shape(config), times_seen(config)
+    job, seen = job_text.shape(config), times_seen(config)
     chosen = " (chosen by the plan)" if request.choice else ""
     steps = config.train.steps
-    tokens = size(samples_after(config.train, steps) * config.train.seq_len)
+    tokens = job_text.size(samples_after(config.train, steps) * config.train.seq_len)
     length = f"{counted(steps, 'step')}, {tokens} tokens"
-    length += f", {seen_text(seen)}" if seen is not None else ""
+    length += f", {job_text.seen_text(seen)}" if seen is not None else ""
     advice = None
     if plan:
         advice = forecast(plan).get("in bf16")
@@ -152,10 +142,10 @@ def request_lines(request: Request) -> list[str]:
         length += f"; the plan expects {expected} at {plan['tokens_per_s']:,.0f} tokens/s"
         length += f"; {forecast(plan)['memory']}"
     return [
-        f"{model_text(job)}, {layout_line(job)}{chosen}",
+        f"{job_text.model_text(job)}, {job_text.layout_line(job)}{chosen}",
         length,
         f"run in {request.run.path}; {saving_text.summary(request.saving)}",
-        *data_warning(config),
+        *job_text.data_warning(config),
         *([f"warning: {advice}"] if advice else []),
         *saving_text.warning_lines(request.saving),
     ]
@@ -165,13 +155,13 @@ def _precision(request: Request) -> str:
     """Describe the dtypes, and who chose them if nobody has set them."""
     requested = request.composed.requested.precision.compute
     chosen = " (precision.compute=auto)" if requested == "auto" else ""
-    return f"{describe_precision(request.config.precision)}{chosen}"
+    return f"{job_text.describe_precision(request.config.precision)}{chosen}"
 
 
 def _submission_lines(request: Request) -> list[str]:
     """Return lines on the data, the rehearsal and the checkpoints of a submitted job."""
     return [
-        *data_warning(request.config),
+        *job_text.data_warning(request.config),
         *rehearsal_lines(request),
         *saving_text.saving_lines(request.saving),
     ]
@@ -196,8 +186,8 @@ def script_document(batch: BatchJob, variants: Sequence[Variant]) -> dict[str, A
         "world_size": first.config.world_size,
         "nodes": first.config.launcher.nodes or 1,
         "devices": first.config.launcher.devices,
-        "settings": settings(first.config),
-        "derived": derived_values(first.config),
+        "settings": job_text.settings(first.config),
+        "derived": job_text.derived_values(first.config),
         "text": batch.script,
         "checkpoints": saving_text.document(first.saving),
         **_runs_document(batch, variants),
