@@ -137,7 +137,7 @@ class Failure:
 _OF_CAUSE = (
     "host", "rank", "local_rank", "time", "exit_code", "message", "traceback", "user_error",
 )  # fmt: skip
-"""The fields of a `Failure` that are those of its cause."""
+"""The fields that a `Failure` copies from its cause."""
 
 
 def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
@@ -323,7 +323,7 @@ _BY_TYPE = {
         f"give its container more, as in `docker run --shm-size=16g`; {LESS_SHARED_MEMORY}",
     ),
 }
-"""What follows the message of exceptions of nanoscale's own, and the remedy."""
+"""The end of the message of exceptions of nanoscale's own, and the remedy."""
 _BY_TEXT = (
     (
         r"OutOfMemoryError|CUDA out of memory",
