@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanoscale.backends import gradients
+from nanoscale.backends import construction, gradients
+from nanoscale.backends import optimizer as optimizers
 from nanoscale.backends.adamw import ScheduleFreeAdamW, update_averages
-from nanoscale.backends.base import Engine, StepResult
-from nanoscale.backends.construction import (
-    build_stages,
-    make_masters,
-    make_pipeline,
-    make_reducer,
-    make_tied_gradient,
-)
+from nanoscale.backends.base import StepResult
 from nanoscale.backends.native_state import NativeState
-from nanoscale.backends.optimizer import (
-    clip_in_update,
-    make_optimizer,
-    own_optimizer,
-    set_lr,
-    skips_on_device,
-)
 from nanoscale.backends.qk_clip import QKClip
 from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
@@ -35,33 +22,31 @@ from nanoscale.parallel import fsdp
 from nanoscale.parallel.mesh import make_layout
 
 
-class NativeEngine(Engine):
+class NativeEngine(NativeState):
     """A model, its layout and its optimizer."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.layout = layout = make_layout(config, device.type)
         self.coordinates = layout.coordinates
-        self.stages = build_stages(config, layout, device)
+        self.stages = construction.build_stages(config, layout, device)
         # Masters come before the reducer and the optimizer, which work on them in place of the parameters.
-        self.masters = make_masters(self.stages, config, layout)
+        self.masters = construction.make_masters(self.stages, config, layout)
         self.balance = self._make_balance()
         if config.optimizer.qk_clip is not None:
             stages = list(self.stages.values())
             self.qk_clip = QKClip(config, self.coordinates.tp, stages, device)
-        self.pipeline = make_pipeline(self.stages, config, layout, device, self._loss)
+        self.pipeline = construction.make_pipeline(self.stages, config, layout, device, self._loss)
         named = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
-        named = named if self.masters is None else self.masters.parameters
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.reducer = make_reducer(trained, config, layout)
+        self.named = named if self.masters is None else self.masters.parameters
+        trained = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
+        self.trained = trained
+        self.reducer = construction.make_reducer(trained, config, layout)
         tied_name = next(iter(self.stages.values())).tied_name
-        self.tied = make_tied_gradient(trained, layout, tied_name)
+        self.tied = construction.make_tied_gradient(trained, layout, tied_name)
         rounded = rounds(config.optimizer, config.precision)
-        self.optimizer = make_optimizer(
-            trained, config.optimizer, rounded=rounded, build=own_optimizer(config)
-        )
-        self.tensors = NativeState(
-            config, self.stages, named, trained, self.masters, self.optimizer, layout.data
+        self.optimizer = optimizers.make_optimizer(
+            trained, config.optimizer, rounded=rounded, build=optimizers.own_optimizer(config)
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.filled: list[nn.Parameter] = []  # had no gradient in the last step, and got zeros
@@ -89,7 +74,7 @@ class NativeEngine(Engine):
         skipped, found_inf = False, None
         if self.scaling is not None:
             skipped = not self.scaling.update(bool(grad_norm.isfinite()))
-        elif not skips_on_device(self.optimizer):
+        elif not optimizers.skips_on_device(self.optimizer):
             skipped = not bool(grad_norm.isfinite())
             self.skipped_steps += skipped
         else:
@@ -100,7 +85,7 @@ class NativeEngine(Engine):
                 self.optimizer.param_groups[0]["params"][0].device
             )
         if not skipped:
-            set_lr(self.optimizer, lr)
+            optimizers.set_lr(self.optimizer, lr)
             for hook in self._hooks:
                 hook()
             self.optimizer.step()
@@ -113,7 +98,7 @@ class NativeEngine(Engine):
                 self.masters.update_compute_copy()
         elif self.qk_clip is not None:  # a skipped step has scores that are not finite
             self.qk_clip.end_step([])
-        self.tensors.fill()  # of a skipped step
+        self._fill_state()  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:
             taken = not skipped if found_inf is None else (1 - found_inf).to(torch.int64)
@@ -174,7 +159,9 @@ class NativeEngine(Engine):
         limit = self.config.optimizer.clip_norm
         # On CPUs, losses of different layouts differ three times as much after 120 steps if the update clips.
         in_update = (
-            limit is not None and norm.is_cuda and clip_in_update(self.optimizer, norm, limit)
+            limit is not None
+            and norm.is_cuda
+            and optimizers.clip_in_update(self.optimizer, norm, limit)
         )
         if limit is not None and not in_update:
             gradients.clip(grads, norm, limit)
@@ -191,30 +178,11 @@ class NativeEngine(Engine):
         for stage in self.stages.values():
             fsdp.reshard(stage)
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """List the parameters that this rank trains, by names in the whole model."""
-        return self.tensors.trained
-
-    def state(self) -> dict[str, Tensor]:
-        return self.tensors.state() | self._small_state()
-
-    def empty_state(self) -> dict[str, Tensor]:
-        return self.tensors.empty() | self._small_state()
-
-    def frozen_state(self) -> dict[str, Tensor]:
-        return self.tensors.frozen()
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.tensors.load(state)
-
-    def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
-        return self.tensors.replicated()
-
     def averaged(self) -> AbstractContextManager[None]:
         # After a skipped step the last checkpoint may not be copied yet.
         for hook in self._hooks if keeps_average(self.config.optimizer) else ():
             hook()
-        return self.tensors.averaged()
+        return self._averaged()
 
     def before_update(self, hook: Callable[[], None]) -> None:
         self._hooks.append(hook)

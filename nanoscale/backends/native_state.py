@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from nanoscale.backends.base import Engine
 from nanoscale.backends.construction import MasterWeights, fill_initial
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.optimizer import (
@@ -23,49 +23,46 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.config.layout import tied_ranks
 from nanoscale.config.optimizers import AVERAGE, keeps_average
-from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import lora
-from nanoscale.models.transformer import Transformer
+from nanoscale.parallel.mesh import Layout
 
 
-@dataclass(frozen=True)
-class NativeState:
+class NativeState(Engine):
     """The weights of a rank's stages, and its optimizer's tensors."""
 
-    config: ResolvedConfig
-    stages: dict[int, Transformer]
+    layout: Layout
     named: list[tuple[str, nn.Parameter]]
     """All parameters, by names in the whole model; master weights if there are any."""
     trained: list[tuple[str, nn.Parameter]]
     masters: MasterWeights | None
     optimizer: torch.optim.Optimizer
-    data: DeviceMesh | None
-    """The ranks of dp and cp; None in a single process."""
 
-    def fill(self) -> None:
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """List the parameters that this rank trains, by names in the whole model."""
+        return self.trained
+
+    def _fill_state(self) -> None:
         """Give every parameter that has no state the one of its first update."""
         if self.config.optimizer.name != "hooks":  # no step is skipped before its first one
             fill_state(self.optimizer, averages=self.config.optimizer.ema_decay is not None)
 
     def state(self, *, to_load: bool = False) -> dict[str, Tensor]:
-        """Return weights and moments as in `Engine.state`; `to_load` as in `named_state`."""
+        """Return the tensors as in `Engine.state`; `to_load` as in `named_state`."""
         model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.trained}
         moments = named_state(self.trained, self.optimizer, to_load=to_load)
-        return model | {f"optimizer.{name}": value for name, value in moments.items()}
+        state = model | {f"optimizer.{name}": value for name, value in moments.items()}
+        return state | self._small_state()
 
-    def frozen(self) -> dict[str, Tensor]:
-        """Return the frozen weights as in `Engine.frozen_state`."""
+    def frozen_state(self) -> dict[str, Tensor]:
         return {f"model.{name}": p for name, p in self.named if not p.requires_grad}
 
-    def empty(self) -> dict[str, Tensor]:
-        """Return weights and moments as in `Engine.empty_state`."""
-        self.fill()
+    def empty_state(self) -> dict[str, Tensor]:
+        self._fill_state()
         if self.config.optimizer.name == "hooks":
             fill_own_state(self.optimizer)
         return self.state(to_load=True)
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Continue as in `Engine.load_state`."""
+    def load_state(self, state: dict[str, Tensor]) -> None:
         moments = {
             name.removeprefix("optimizer."): value
             for name, value in state.items()
@@ -78,8 +75,7 @@ class NativeState:
         self._update_compute_copy()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Compute with the average of the weights, as in `Engine.averaged`."""
+    def _averaged(self) -> Iterator[None]:
         if not keeps_average(self.config.optimizer):
             yield
             return
@@ -102,14 +98,13 @@ class NativeState:
             self.masters.update_compute_copy()
 
     def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
-        """Yield names, ranks and tensors as in `Engine.replicated`."""
         tied = next(iter(self.stages.values())).tied_name
         # Both ends of a pipeline begin with a tied embedding, whatever their stages.
         for name, parameter in sorted(self.named, key=lambda named: named[0] != tied):
             if isinstance(parameter, DTensor):
                 ranks = _replica_ranks(parameter.device_mesh, tuple(parameter.placements))
-            elif self.data is not None:  # whole, or in 4 bits, on each rank of dp and cp
-                ranks = tuple(self.data.mesh.flatten().tolist())
+            elif self.layout.data is not None:  # whole, or in 4 bits, on each rank of dp and cp
+                ranks = tuple(self.layout.data.mesh.flatten().tolist())
             else:
                 ranks = (0,)
             if name == tied and self.config.ties_ends:

@@ -12,26 +12,21 @@ import numpy as np
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Train
 from nanoscale.config.token_files import training_end
+from nanoscale.data import samples as token_samples
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, sample_indices, taken
-from nanoscale.data.samples import (
-    AnswerSamples,
-    Labeled,
-    Masked,
-    Packed,
-    Samples,
-    Split,
-    SplitTokens,
-    TokenStream,
-)
 from nanoscale.data.tokens.files import TokenFile
 
 
-def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
+def split_tokens(
+    tokens: TokenFile, valid_fraction: float
+) -> tuple[token_samples.Split, token_samples.Split]:
     """Divide a file into training and validation tokens; see `training_end`."""
     total = len(tokens.tokens)
     boundary, within_document = training_end(tokens.index, valid_fraction)
-    return Split(0, boundary, within_document), Split(boundary, total, within_document)
+    return token_samples.Split(0, boundary, within_document), token_samples.Split(
+        boundary, total, within_document
+    )
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,9 @@ class Form:
     """The rows of a sample."""
 
 
-def samples_of(tokens: TokenFile, split: Split, seq_len: int, vocab: int, form: Form) -> Samples:
+def samples_of(
+    tokens: TokenFile, split: token_samples.Split, seq_len: int, vocab: int, form: Form
+) -> token_samples.Samples:
     """Return the samples of a split of a token file, perhaps none.
 
     Reading raises UserError for a token outside the model's vocabulary.
@@ -62,29 +59,41 @@ def samples_of(tokens: TokenFile, split: Split, seq_len: int, vocab: int, form: 
         if tokens_read.size and tokens_read.view(np.uint64).max() >= vocab:
             raise outside_vocabulary(tokens, tokens_read, vocab)
 
-    samples: Samples
-    source = SplitTokens(tokens, split, seq_len, form.answers, check)
+    samples: token_samples.Samples
+    source = token_samples.SplitTokens(tokens, split, seq_len, form.answers, check)
     if form.labels:
-        samples = Labeled(source, form.labels)
+        samples = token_samples.Labeled(source, form.labels)
     elif form.packing == "whole":
-        samples = Packed(source)
+        samples = token_samples.Packed(source)
     elif form.packing == "answers":
-        samples = AnswerSamples(source, form.rows)
+        samples = token_samples.AnswerSamples(source, form.rows)
     else:
-        samples = TokenStream(source, form.document_mask)
-    return Masked(samples, form.masked, vocab) if form.masked else samples
+        samples = token_samples.TokenStream(source, form.document_mask)
+    return token_samples.Masked(samples, form.masked, vocab) if form.masked else samples
 
 
-class Loader:
+class SampleSource(Protocol):
+    """Samples that follow, at every step, from the number of samples consumed before, as in a `Loader`."""
+
+    def are_ready(self, end: int) -> bool:
+        """True if the samples before this position can be read now, as always if all files are complete."""
+        return True
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterable[Batch]: ...
+
+
+class Loader(SampleSource):
     """The samples of one split, in a new order in every epoch."""
 
-    def __init__(self, samples: Samples, seed: int) -> None:
+    def __init__(self, samples: token_samples.Samples, seed: int) -> None:
         self._samples = samples
         self._seed = seed
-        self.has_answers = isinstance(samples, AnswerSamples)
-        self.rows = samples.rows if isinstance(samples, AnswerSamples) else 1
+        self.has_answers = isinstance(samples, token_samples.AnswerSamples)
+        self.rows = samples.rows if isinstance(samples, token_samples.AnswerSamples) else 1
         """The rows of a batch that a sample takes."""
-        self.cut = samples.cut if isinstance(samples, Labeled) else 0
+        self.cut = samples.cut if isinstance(samples, token_samples.Labeled) else 0
         """The number of texts with labels that are cut at the end of a row."""
         self.references: Callable[[list[int]], np.ndarray] | None = None
         """A function from the numbers of samples to a teacher's tokens, as in `Batch`; None: no teacher."""
@@ -94,7 +103,7 @@ class Loader:
     def from_file(
         cls,
         tokens: TokenFile,
-        split: Split,
+        split: token_samples.Split,
         seq_len: int,
         seed: int,
         vocab: int,
@@ -120,9 +129,9 @@ class Loader:
         return len(self._samples)
 
     @property
-    def answers(self) -> AnswerSamples:
+    def answers(self) -> token_samples.AnswerSamples:
         """The answers of a job with an objective of answers."""
-        assert isinstance(self._samples, AnswerSamples)
+        assert isinstance(self._samples, token_samples.AnswerSamples)
         return self._samples
 
     def batch(self, indices: Any) -> Batch:
@@ -147,10 +156,6 @@ class Loader:
         """
         numbers = self._ahead.micro_batches(consumed, global_batch, dp_rank, dp, micro_batch)
         yield from map(self.batch, numbers)
-
-    def are_ready(self, end: int) -> bool:
-        """True, as in every `SampleSource` whose files are complete."""
-        return True
 
     def order(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the split's endless order."""
@@ -180,7 +185,7 @@ class Loader:
         return next((number for number in range(len(self)) if self.batch([number]).counted()), None)
 
 
-class Mixture:
+class Mixture(SampleSource):
     """A data mixture: samples of several loaders, in constant shares at every moment of a phase (`due`).
 
     Each loader has its own order and repeats epoch after epoch. A sample follows from its position alone, so
@@ -217,10 +222,6 @@ class Mixture:
         each = self.loaders[0].rows
         for sources, samples in numbers:
             yield gathered(lambda source: self.loaders[source], sources, samples, each)
-
-    def are_ready(self, end: int) -> bool:
-        """True, as in every `SampleSource` whose files are complete."""
-        return True
 
     def find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
@@ -270,17 +271,6 @@ def _shares(weights: Sequence[float]) -> np.ndarray:
     return np.asarray(weights, dtype=np.float64) / np.sum(weights)
 
 
-class SampleSource(Protocol):
-    """Samples that follow, at every step, from the number of samples consumed before, as in a `Loader`."""
-
-    def are_ready(self, end: int) -> bool:
-        """True if the samples before this position can be read now."""
-
-    def micro_batches(
-        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
-    ) -> Iterable[Batch]: ...
-
-
 class Prefetched:
     """The same samples at the same steps, read by a thread while a GPU computes the step before.
 
@@ -320,7 +310,7 @@ class Prefetched:
         return list(self._source.micro_batches(*step))
 
 
-def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
+def too_small(tokens: TokenFile, split: token_samples.Split, seq_len: int) -> UserError:
     """Return the error for a split without one sample."""
     what = f"a sample needs {seq_len + 1} tokens, and {tokens.path} has only {len(split)}"
     suggestions = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()

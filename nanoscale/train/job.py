@@ -223,7 +223,7 @@ def explain(context: RankContext, training: Training, data: Dataset, error: NonF
         text = f"step {first + 1} to {last_step} once more, to find the first result that is not finite"
         make_note(context)("repeat", text)
         if not stored:
-            engine.tensors.reinitialize(engine.device)
+            engine.reinitialize(engine.device)
         training.progress = restore(context, engine, data)
         if cause := find_cause(training, last_step):
             text, ranks = cause

@@ -41,7 +41,7 @@ def flip(training: Training, name: str, moment: str = "") -> None:
         if engine.balance
         else {}
     )
-    parameter = (dict(engine.tensors.named) | biases)[name]
+    parameter = (dict(engine.named) | biases)[name]
     tensor = engine.optimizer.state[parameter][moment] if moment else parameter
     plain_tensors(local_tensor(tensor))[0].view(-1).view(torch.uint8)[:1].bitwise_xor_(16)
 

@@ -22,17 +22,9 @@ from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.optimizers import OPTIMIZERS, by_other_name
 from nanoscale.config.rules import backends, check, data, layout, numbers, only_with, pipeline
 from nanoscale.config.translation.conversion import Conversion, Translation
-from nanoscale.config.values import yaml_file
+from nanoscale.config.values import other_trainers, yaml_file
 from nanoscale.config.values.convert import convert
 from nanoscale.config.values.equivalents import Equivalent, equivalent
-from nanoscale.config.values.other_trainers import (
-    Kind,
-    kind_of,
-    kinds,
-    read_json,
-    read_settings,
-    refuse_unread,
-)
 from nanoscale.config.violations import override, refuse, shown
 
 _OBJECTS = (
@@ -78,7 +70,7 @@ class _DeepSpeed(Conversion):
     """The settings of a JSON; those without a key are for `backend.extra`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(next(it for it in kinds() if it.name == "deepspeed"), {})
+        super().__init__(next(it for it in other_trainers.kinds() if it.name == "deepspeed"), {})
         self.violations: list[Violation] = []
         self.extra: dict[str, Any] = {}
         flat = reference.flat(settings, stop=lambda path: bool((row := _row(path)) and row.keys))
@@ -209,12 +201,12 @@ class _DeepSpeed(Conversion):
             )
 
 
-def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
+def convert_file(file: Path, dp: int | None = None) -> tuple[other_trainers.Kind, Translation]:
     """Translate a file into a recipe, with this data-parallel degree. Raises a UserError for unknown files."""
-    settings = read_settings(file)
-    kind = kind_of(settings)
+    settings = other_trainers.read_settings(file)
+    kind = other_trainers.kind_of(settings)
     if kind is None or kind.unread:
-        refuse_unread(file, settings, kind)
+        other_trainers.refuse_unread(file, settings, kind)
     if kind.name == "deepspeed":
         result = translate(settings, dp, strict=False)
         if result.values.get("parallel.tp", 1) != 1:
@@ -229,7 +221,7 @@ def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
 
 
 def _deepspeed_values(file: Path) -> dict[str, Any]:
-    return translate(read_json(file), strict=False).values
+    return translate(other_trainers.read_json(file), strict=False).values
 
 
 def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
