@@ -25,7 +25,7 @@ from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models import lora
 from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
-from nanoscale.models.hf_model import HFModel, LossHead
+from nanoscale.models.hf_model import HFModel, LossHead, saved_buffers
 from nanoscale.models.own_model import OwnModel
 from nanoscale.models.preferences import Objective
 from nanoscale.models.transformer import Transformer
@@ -124,9 +124,7 @@ class Engine(ABC):
         """
         state = self.state() | self.frozen_state()
         if self.config.model.source == "hf":
-            for stage in self.stages.values():
-                assert isinstance(stage, HFModel)
-                load_any_model.load(folder, stage.hf, state)
+            load_any_model.load(folder, self.config.model, state)
         else:
             load.load(folder, self.config.model, state)
             lora.fill_magnitudes(state)
@@ -193,6 +191,11 @@ class Engine(ABC):
             for name, source in state.items()
             if source is not None
             for key, value in source.state().items()
+        } | {
+            f"model.{name}": value
+            for stage in self.stages.values()
+            if stage.shape.source == "hf"
+            for name, value in saved_buffers(stage)
         }
 
     @property

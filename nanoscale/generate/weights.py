@@ -34,6 +34,7 @@ from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
 from nanoscale.data.tokens.tokenizer import load as load_tokenizer
+from nanoscale.models.hf_model import saved_buffers
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.fsdp import TORCH_DTYPES
@@ -249,6 +250,8 @@ def state_of(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     for number, block in model.layers.items():
         if isinstance(block.mlp, MixtureOfExperts) and model.shape.has_choice_bias:
             yield f"balance.bias.layers.{number}", block.mlp.router.choice_bias
+    if model.shape.source == "hf":
+        yield from ((f"model.{name}", value) for name, value in saved_buffers(model))
 
 
 def _named(tokenizer_name: str) -> Tokenizer:

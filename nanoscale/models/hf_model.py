@@ -289,14 +289,15 @@ def read_config(shape: Model) -> Any:
     """
     if shape.trust_remote_code and "AutoConfig" in shape.hf_config.get("auto_map", {}):
         return _remote_config(shape)
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     family = shape.hf_config["model_type"]
     if family not in CONFIG_MAPPING:
         raise ValueError(f"model_type={family} is unknown to transformers")
     # The references to code that comes with a model are ignored.
     values = {name: value for name, value in shape.hf_config.items() if name != "auto_map"}
-    return CONFIG_MAPPING[family].from_dict(values)
+    # {"__float__": "Infinity"} is a number that JSON lacks.
+    return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
 
 
 def _remote_config(shape: Model) -> Any:
@@ -432,6 +433,20 @@ _COUNT_HEADS = ("deepseek_v4", "doge")
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the persistent buffers: the tensors that files of the model hold."""
+    yield from model.named_parameters()
+    yield from saved_buffers(model)
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that files and checkpoints hold, such as the biases of routers, by name."""
+    for prefix, module in model.named_modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), value
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.hf import any_model
 from nanoscale.config.schema import Model
+from nanoscale.models.hf_model import named_tensors
 from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 from tests.support.reference import CURVE
 
@@ -28,6 +29,13 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON | {"attention_dropout": 0.5, "hidden_dropout": 0.5},
     "falcon": COMMON | {"alibi": False},
@@ -40,6 +48,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # a decoder without its encoder: the attention to the encoder is never used
     "bart": COMMON
     | {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
+    # published with a matrix of each expert, or otherwise than transformers holds them
+    "minimax_m2": COMMON | EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 8},
+    "glm4_moe": COMMON | EXPERTS | {"head_dim": 8, "n_group": 1, "topk_group": 1},
+    "qwen3_next": COMMON
+    | EXPERTS
+    | {
+        "head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "nemotron_h": COMMON
+    | EXPERTS
+    | {
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "hrm_text": COMMON | {"num_key_value_heads": 4, "head_dim": 8},
+    "inkling2_text": COMMON
+    | EXPERTS
+    | {"head_dim": 8, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1},
+    "gemma4_text": COMMON
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }
 
@@ -81,9 +132,9 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
     config = CONFIG_MAPPING[family](**settings)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
+        for _, tensor in named_tensors(model):
+            if tensor.ndim == 1:
+                tensor += 0.3 * torch.randn_like(tensor)
     model.save_pretrained(folder, max_shard_size="20KB")
     return model
 
@@ -94,7 +145,9 @@ def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     from transformers import AutoConfig
 
     sizes = any_model.sizes(document)
-    sizes["tie_embeddings"] = bool(AutoConfig.from_pretrained(folder).tie_word_embeddings)
+    sizes["tie_embeddings"] = getattr(
+        AutoConfig.from_pretrained(folder), "tie_word_embeddings", False
+    )
     begin = str(folder) if loaded else None
     return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
 

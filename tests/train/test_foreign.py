@@ -58,7 +58,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_neox", exhaustive("falcon")])
+@pytest.mark.parametrize("family", ["gpt_neox", exhaustive("falcon"), exhaustive("minimax_m2")])
 def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: str) -> None:
     write_tokens(tmp_path)
     hf_models.save(family, tmp_path / family)
@@ -314,6 +314,32 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(part(tokens), loaded(tokens).logits)  # type: ignore[has-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"stage": 3}, exhaustive({"stage": 3, **DEEPSPEED})])
+def test_weights_as_published_are_trained_and_published_again(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """Experts in a matrix each, and a buffer of theirs; trained at a rate of 0, resumed, and exported."""
+    from safetensors.torch import load_file
+
+    write_tokens(tmp_path, samples=100)
+    hf_models.save("minimax_m2", tmp_path / "minimax")
+    shape = hf_models.shape_of(tmp_path / "minimax")
+    settings = {"dp": 2, "precision": "fp32"} | layout
+    config = saving_config(tmp_path, model=shape, optimizer=Optimizer(lr=1e-20), **settings)
+    run = make_run(config)
+    train(run, config, StopBefore(5))
+    train(run, config)
+    stored = find_checkpoint(run.checkpoints, None)
+    export(stored, config, tmp_path / "out", "fp32", 30_000, lambda *_: None)
+    held, written = (
+        {name: it for file in folder.glob("*.safetensors") for name, it in load_file(file).items()}
+        for folder in (tmp_path / "minimax", tmp_path / "out")
+    )
+    assert held.keys() == written.keys()
+    assert all(torch.equal(value, written[name]) for name, value in held.items())
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
+from nanoscale.checkpoint.hf.conversions import RecordedTensor, box_slices, reverted
+from nanoscale.checkpoint.hf.load_any_model import find
 from nanoscale.checkpoint.hf.names import (
     BIASES,
     TensorPosition,
@@ -36,14 +38,14 @@ from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES, Dtype
 from nanoscale.config.hf.families import UnsupportedError
-from nanoscale.config.hf.safetensors_headers import IN_FP32, INDEX, WIDTH, Shapes
+from nanoscale.config.hf.safetensors_headers import IN_FP32, INDEX, WIDTH, BadFileError, Shapes
 from nanoscale.config.hf.shape import family_of, write_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.config.values.hooks import file_name
 from nanoscale.data import vocabulary
-from nanoscale.models.hf_model import PREFIX
+from nanoscale.models.hf_model import PREFIX, build
 from nanoscale.models.moe import BIAS_UNIT
 from nanoscale.runs.directory import sync_folder
 
@@ -91,12 +93,8 @@ def export(
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
     kind = DTYPES[dtype]
     hf_config = _config(config.model, kind)
-    tensors = _tensors(stored, config.model)
-    hf_shapes = {
-        position.name: position.shape(shape)
-        for shape, positions in tensors.values()
-        for position in positions
-    }
+    source = _Source(stored.path, config, _tensors(stored, config.model), kind, note)
+    hf_shapes = source.shapes()
     files = divide(hf_shapes, kind.safetensors_name, largest)
     names = file_names(len(files))
     size = sum(
@@ -112,7 +110,6 @@ def export(
             special = {name: number for name, number in special.items() if number is not None}
         hf_config |= special
         _require_accepted(hf_config, config.model)
-        source = _Source(stored.path, config, tensors, kind, note)
         _write_weights(source, files, names, temporary, size)
         _copy_code(stored, config, temporary)
         write_json(temporary / "config.json", hf_config)
@@ -272,11 +269,39 @@ class _Source:
                 self._positions.setdefault(position.name, []).append((name, position))
         self._done = 0
         self._last_read: tuple[str, Tensor] | None = None
+        self._published: dict[str, RecordedTensor] = {}
+        if config.model.source == "hf":
+            self._published = self._reverted(config.model)
+
+    def shapes(self) -> Shapes:
+        if self._published:
+            return {name: tensor.shape for name, tensor in self._published.items()}
+        return {
+            name: position.shape(self._parameter_shapes[own])
+            for name, own_positions in self._positions.items()
+            for own, position in own_positions
+        }
+
+    def _reverted(self, model: Model) -> dict[str, RecordedTensor]:
+        """Return the tensors of published files, in the form of the base's if its folder is still there."""
+        hf_model = build(model)
+        if model.init_from is not None:
+            with suppress(BadFileError, OSError):
+                find(Path(model.init_from), hf_model)  # it remembers the conversions of these files
+
+        def recorded(name: str) -> RecordedTensor:
+            def fill(memory: Tensor, offsets: Shape) -> None:
+                value = self._read_parameter(f"{PREFIX}{name}", TensorPosition(name))
+                memory.copy_(value[box_slices(memory, offsets)])
+
+            return RecordedTensor(self._parameter_shapes[f"{PREFIX}{name}"], fill)
+
+        return reverted({name: recorded(name) for name in self._positions}, hf_model)
 
     def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
         for name in tensors:
             self._done += 1
-            self._note(name, self._done, len(self._positions))
+            self._note(name, self._done, len(self._published or self._positions))
             for block in self._hf_tensor(name):
                 numbers: Any = block.contiguous().view(-1).view(torch.uint8).numpy()
                 yield memoryview(numbers)
@@ -285,6 +310,11 @@ class _Source:
         """Yield one Hugging Face tensor; several of ours side by side form one, along its last dimension."""
         values = []
         dtype = torch.float32 if name.endswith(IN_FP32) else getattr(torch, self.kind.torch_name)
+        if name in self._published:
+            memory = torch.empty(self._published[name].shape, dtype=dtype)
+            self._published[name].fill(memory, (0,) * memory.ndim)
+            yield memory
+            return
         for parameter_name, position in self._positions[name]:
             value = self._read_parameter(parameter_name, position).to(dtype)
             values.append(value.mT if position.transposed else value)

@@ -7,7 +7,7 @@ are the tensors of a checkpoint.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -95,14 +95,23 @@ def find(folder: Path, model: Model) -> StoredParameters:
 
 def differences(stored: dict[str, Stored], needed: Shapes) -> list[str]:
     """Describe tensors of other shapes or of unsupported dtypes."""
-    problems = [
-        f"{name} is {_size(tensor.shape)}, and the shape needs {_size(needed[name])}"
-        for name, tensor in stored.items()
-        if tensor.shape != needed[name]
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    return differing_shapes(shapes, needed) + unreadable(stored.values())
+
+
+def differing_shapes(stored: Shapes, needed: Shapes) -> list[str]:
+    return [
+        f"{name} is {_size(shape)}, and the shape needs {_size(needed[name])}"
+        for name, shape in stored.items()
+        if shape != needed[name]
     ]
-    return problems + [
-        f"{name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read"
-        for name, tensor in stored.items()
+
+
+def unreadable(tensors: Iterable[Stored]) -> list[str]:
+    """Describe tensors of unsupported dtypes."""
+    return [
+        f"{tensor.name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read"
+        for tensor in tensors
         if tensor.dtype not in WIDTH and tensor.scales is None
     ]
 

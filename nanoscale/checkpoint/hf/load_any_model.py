@@ -11,15 +11,27 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
-from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
-from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
+import torch
+
+from nanoscale.checkpoint.hf.conversions import RecordedTensor, converted, file_tensors
+from nanoscale.checkpoint.hf.load import boxes, differing_shapes, refuse_all, unreadable
+from nanoscale.checkpoint.hf.names import is_buffer
+from nanoscale.config.hf.safetensors_headers import BadFileError, Shapes, Stored, are_equal
 from nanoscale.config.objectives import CLASSIFIER, made_for
+from nanoscale.config.schema import Model
 from nanoscale.models import hf_attention
-from nanoscale.models.hf_model import PREFIX, build, require_stages, tied_parameters, tp_styles
+from nanoscale.models.hf_model import (
+    PREFIX,
+    build,
+    named_tensors,
+    require_stages,
+    tied_parameters,
+    tp_styles,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,92 +41,79 @@ _MESSAGE_CHARACTERS = 300
 """The most characters of another program's message."""
 
 
-def find(folder: Path, model: Any) -> dict[str, Stored]:
-    """Locate each parameter of transformers' model, by its name there.
+def find(folder: Path, model: Any) -> dict[str, RecordedTensor]:
+    """Locate each parameter and persistent buffer of transformers' model, by its name there.
 
     Raises:
-        BadFileError: files or tensors are missing, of other shapes, stored in another form than in
-            transformers, or more than there are parameters.
+        BadFileError: files or tensors are missing, of other shapes, converted by transformers in a way that
+            is not computed here, or more than the model has.
     """
-    file_tensors = read_folder(folder)
-    stored, unknown, tied = _match_names(file_tensors, model)
-    needed = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    stored, unknown, tied = _match_names(folder, model, ExitStack())
+    needed = {name: tuple(value.shape) for name, value in named_tensors(model)}
     missing = [name for name in needed if name not in stored]
     problems = [f"{name} is missing" for name in missing if not is_head(name, model)]
-    problems += differences({name: stored[name] for name in needed if name in stored}, needed)
+    problems += _differences(stored, needed)
     problems += [f"{name} is not one of its parameters" for name in unknown]
     problems += [
-        f"{tensor.name} differs from {stored[name].name}, to which its config.json ties it: "
+        f"{tensor.name} differs from {stored[name].sources[0].name}, to which its config.json ties it: "
         f"transformers ties only equal tensors; model.hf_config.tie_word_embeddings=false trains both"
         for name, tensor in tied
-        if name in stored and not are_equal(tensor, stored[name])
+        if not are_equal(tensor, stored[name].sources[0])
     ]
     refuse_all(problems)
     return stored
 
 
-def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
-    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's shard of a tensor.
+def load(folder: Path, shape: Model, state: dict[str, Tensor]) -> None:
+    """Fill the parameters and buffers among the tensors of `Engine.state`, in place; memory: one rank's shard
+    of a tensor.
 
     Raises:
         BadFileError: a tensor that this rank needs is missing, or a file is damaged.
     """
-    stored, *_ = _match_names(read_folder(folder), model)
-    local_keys = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
-    missing = [name for name in local_keys if name not in stored]
-    refuse_all([f"{name} is missing" for name in missing if not is_head(name, model)])
-    local_keys = {name: key for name, key in local_keys.items() if name in stored}
-    shapes = {name: tuple(state[key].shape) for name, key in local_keys.items()}
-    refuse_all(differences({name: stored[name] for name in local_keys}, shapes))
-    requests = [
-        (stored[name], TensorPosition(stored[name].name), shapes[name], state[key])
-        for name, key in local_keys.items()
-    ]
-    read_parts(requests)
+    model = build(shape)  # the engine's own may be divided
+    with ExitStack() as files, torch.no_grad():
+        stored, *_ = _match_names(folder, model, files)
+        names = [name for name, _ in named_tensors(model)]
+        local_keys = {name: key for name in names if (key := f"model.{PREFIX}{name}") in state}
+        missing = [name for name in local_keys if name not in stored]
+        refuse_all([f"{name} is missing" for name in missing if not is_head(name, model)])
+        shapes = {name: tuple(state[key].shape) for name, key in local_keys.items()}
+        refuse_all(_differences(stored, shapes))
+        for name in filter(stored.__contains__, shapes):
+            for box, memory in boxes(state[local_keys[name]]):
+                stored[name].fill(memory, box.offsets)
+
+
+def _differences(stored: dict[str, RecordedTensor], needed: Shapes) -> list[str]:
+    used = {name: stored[name] for name in needed if name in stored}
+    problems = differing_shapes({name: tensor.shape for name, tensor in used.items()}, needed)
+    return problems + unreadable(it for tensor in used.values() for it in tensor.sources)
 
 
 def _match_names(
-    file_tensors: dict[str, Stored], model: Any
-) -> tuple[dict[str, Stored], list[str], list[tuple[str, Stored]]]:
-    """Return the file's tensors by the names of their parameters, and the names of tensors that are not
-    parameters.
+    folder: Path, model: Any, files: ExitStack
+) -> tuple[dict[str, RecordedTensor], list[str], list[tuple[str, Stored]]]:
+    """Return the model's tensors by name, made of the files', and the names of tensors that it lacks.
 
     The third value lists tensors of tied parameters, each with the parameter's first name.
-
-    Raises:
-        BadFileError: transformers makes a parameter of several tensors, or several parameters of one.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    names, aliases = _names(model), tied_parameters(model)
-    known_names: dict[str, Any] = dict.fromkeys([*names, *aliases], True)
-    changes = get_model_conversion_mapping(model)
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    renamings: Any = [change for change in changes if not isinstance(change, WeightConverter)]
+    aliases = tied_parameters(model)
+    known_names = {name for name, _ in named_tensors(model)} | {*aliases}
+    stored, lacking = converted(file_tensors(folder, files), model, known_names)
+    tied = []
+    for alias in sorted(aliases.keys() & stored.keys()):
+        tensor = stored.pop(alias)
+        tied.append((aliases[alias], tensor.sources[0]))
+        stored.setdefault(aliases[alias], tensor)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # without a warning
-    stored, unknown, tied = {}, [], []
-    for name, tensor in file_tensors.items():
-        if name in names:
-            stored[name] = tensor
-            continue
-        changed, converted = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, known_names
-        )
-        if converted is not None:
-            raise BadFileError(
-                f"{name} is stored in a form that transformers converts on loading ({changed}), "
-                f"and only names may differ; model.init_from=null starts with random weights"
-            )
-        if changed in names:
-            stored[changed] = tensor
-        elif changed in aliases:
-            stored.setdefault(aliases[changed], tensor)
-            tied.append((aliases[changed], tensor))
-        elif is_buffer(name) or is_head(name, model):
-            continue
-        elif not any(re.search(pattern, name) for pattern in ignored):
-            unknown.append(name)
+    unknown = [
+        name
+        for name, changed in lacking.items()
+        if not is_buffer(name)
+        and not is_head(name, model)
+        and not any(re.search(pattern, it) for pattern in ignored for it in (name, changed))
+    ]
     return stored, unknown, tied
 
 
@@ -127,17 +126,11 @@ def is_head(name: str, model: Any) -> bool:
     return name.split(".")[0] not in children or "pooler." in name
 
 
-def _names(model: Any) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
-
-
 # --- the launcher's question -----------------------------------------------------------------------
 
 
 def judge(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request."""
-    from nanoscale.config.schema import Model
-
     shape = Model(**request["model"])
     try:
         model = build(shape)
