@@ -6,6 +6,7 @@ import os
 import pwd
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+def refuse_option(option: str, value: object, message: str, *advice: str) -> NoReturn:
+    """Refuse the value of an option or argument; None stands for one that is missing.
+
+    Raises:
+        UserError: of kind `usage`, with what to type instead.
+    """
+    violation = Violation(option, value, "command line", message, advice)
+    shown = option if value is None else f"{option} {value}"
+    raise UserError("usage", f"{shown}: {message}", [violation])
 
 
 def reason(error: OSError) -> str:

@@ -62,9 +62,7 @@ def read_record(kind: type[T], path: Path) -> T:
     )
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def damaged(path: Path, problem: str) -> UserError:

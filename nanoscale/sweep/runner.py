@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Protocol
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
@@ -102,13 +101,9 @@ _NOT_FAILED = (DONE, PREEMPTED, INTERRUPTED)
 """Exit codes of a launcher that has completed its run, or was stopped."""
 
 
-class Show(Protocol):
-    """A function that shows the trials.
-
-    Arguments: True if the state of a trial has changed, and True while all trials are being stopped.
-    """
-
-    def __call__(self, trials: Sequence[Trial], /, *, changed: bool, stopping: bool) -> None: ...
+Show = Callable[..., None]
+"""A function that shows the trials: `changed` is True if the state of a trial has changed, and `stopping` while
+all trials are being stopped."""
 
 
 @dataclass

@@ -26,6 +26,7 @@ TYPED_BACK = {
     "checkpoint/configuration.py": "checkpoint/test_configuration.py",
     "checkpoint/hf/adapters.py": "cli/test_advice_on_adapters.py",
     "checkpoint/store.py": "cli/test_advice_on_files.py",
+    "common/errors.py": "cli/test_replay.py",
     "config/values/excluded_hosts.py": "launch/test_filters.py",
     "config/values/provenance.py": "launch/test_hosts.py",
     "common/object_storage.py": "cli/test_object_storage.py",

@@ -24,7 +24,7 @@ from nanoscale.plan.pipeline.closed_forms import _FORMS
         (schema.Scheduler, "name", [SCHEDULERS]),
         (schema.Launcher, "name", [_BY_LAUNCHER]),
         (schema.Parallel, "schedule", [SCHEDULES, _FORMS]),
-        (schema.Precision, "reduce", [DTYPES, DtypeName.__members__]),
+        (schema.Precision, "reduce", [DTYPES, get_args(DtypeName)]),
     ],
 )
 def test_tables_have_every_choice(section: type, key: str, tables: list[Collection[str]]) -> None:

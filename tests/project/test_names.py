@@ -22,7 +22,6 @@ SAME_THING = {
     "pipeline",
     "request",
     "sweep",
-    "tensor",
     "trust",
 }
 """Names of files in several rooms, each room's view of the same thing."""

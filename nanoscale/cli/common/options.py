@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -115,15 +114,7 @@ Model = Annotated[
 Step = Annotated[int | None, _of_model("Take the checkpoint of this step", shown="the newest")]
 
 
-class DtypeName(StrEnum):
-    """The dtypes of weights and computations."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp64 = "fp64"
-
-
+DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 ComputeDtype = Annotated[
     DtypeName | None, _of_model("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
 ]

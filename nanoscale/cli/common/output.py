@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.common import display
 from nanoscale.common.credentials import without_credentials
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, refuse_option
 from nanoscale.config.violations import subject
 from nanoscale.runs.directory import write_atomically
 from nanoscale.view.blocks import Report, page, show
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
 
@@ -51,7 +50,7 @@ def answer(as_json: bool, document: Any, show: Callable[..., object], *shown: An
 
 def show_report(report: Report, file: Path | None = None) -> None:
     """Print a report to standard output, and name the file of its page if it has one."""
-    show(console(), report)
+    show(display.console(), report)
     if file is not None:
         display.show(f"page  {file}")
 
@@ -69,16 +68,12 @@ def print_yaml(text: str) -> None:
         return
     from rich.syntax import Syntax
 
-    console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    display.console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
 
 
 def _escaped(match: re.Match[str]) -> str:
     char = match[0]
     return char if display.clean(char) == char else json.dumps(char)[1:-1]
-
-
-def console(*, error: bool = False) -> Console:
-    return display.console(sys.stderr if error else sys.stdout)
 
 
 def show_error(error: UserError, *, as_json: bool) -> None:
@@ -87,7 +82,7 @@ def show_error(error: UserError, *, as_json: bool) -> None:
         with display.survive_lost_stream(sys.stdout):
             print_json({"error": error_document(error)})
     with display.survive_lost_stream(sys.stderr):
-        console(error=True).print(error_text(error), end="")
+        display.console(sys.stderr).print(error_text(error), end="")
 
 
 def exit_code(error: UserError) -> int:
@@ -103,17 +98,6 @@ def exit_code(error: UserError) -> int:
 def exit_code_of_signal(first: Signals) -> int:
     """Return the exit code of a command that a signal has stopped: Ctrl-C is the user's own."""
     return INTERRUPTED if first is Signals.SIGINT else PREEMPTED
-
-
-def refuse_option(option: str, value: object, message: str, *advice: str) -> NoReturn:
-    """Refuse the value of an option or argument; None stands for one that is missing.
-
-    Raises:
-        UserError: of kind `usage`, with what to type instead.
-    """
-    violation = Violation(option, value, "command line", message, advice)
-    shown = option if value is None else f"{option} {value}"
-    raise UserError("usage", f"{shown}: {message}", [violation])
 
 
 def refuse_name(name: str, message: str, *advice: str) -> NoReturn:
@@ -188,7 +172,7 @@ def _append_details(text: Text, violation: Violation, indent: str) -> None:
 @contextmanager
 def saying() -> Iterator[Callable[[str], None]]:
     """Provide a function that shows the current activity in the last line of a terminal."""
-    screen = console(error=True)
+    screen = display.console(sys.stderr)
     if not screen.is_terminal:
         yield lambda _: None
         return

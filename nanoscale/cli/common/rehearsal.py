@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common.output import saying
 from nanoscale.common import display
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, refuse_option
 from nanoscale.common.units import duration
 from nanoscale.config.violations import refuse
 
@@ -149,12 +149,10 @@ def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
     if asked == "all":
         return dict.fromkeys(range(world), 1)
     if not re.fullmatch(r"\d+(,\d+)*", asked):
-        what = f"--ranks {asked}: is neither distinct nor all nor numbers such as 0,8"
-        cause = Violation("--ranks", asked, "command line", what, ("--ranks distinct", "--ranks 0"))
-        raise UserError("usage", what, [cause])
+        what = "is neither distinct nor all nor numbers such as 0,8"
+        refuse_option("--ranks", asked, what, "--ranks distinct", "--ranks 0")
     numbers = sorted({int(number) for number in asked.split(",")})
     if numbers[-1] >= world:
-        what = f"--ranks {asked}: the job has the ranks 0 to {world - 1}"
-        cause = Violation("--ranks", asked, "command line", what, ("--ranks distinct",))
-        raise UserError("usage", what, [cause])
+        what = f"the job has the ranks 0 to {world - 1}"
+        refuse_option("--ranks", asked, what, "--ranks distinct")
     return dict.fromkeys(numbers, 1)

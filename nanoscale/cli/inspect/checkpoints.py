@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from nanoscale.checkpoint import store
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import FAILED, answer, refuse_option
+from nanoscale.cli.common.output import FAILED, answer
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, refuse_option
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run import checkpoint_text
 
@@ -73,18 +72,11 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
         raise typer.Exit(FAILED)
 
 
-class Format(StrEnum):
-    """The formats of exported checkpoints."""
-
-    hf = "hf"
-    peft = "peft"
-
-
 @app.command("export")
 def export_checkpoint(
     run: opt.Run,
     to: Annotated[
-        Format,
+        Literal["hf", "peft"],
         opt.option(
             "Choose the format: hf for `from_pretrained`, peft for adapters alone",
             "--format",
@@ -130,13 +122,13 @@ def export_checkpoint(
             raise UserError("usage", what)
         init_from = str(base.expanduser().absolute())
         config = replace(config, model=replace(config.model, init_from=init_from))
-    if to == Format.peft and not config.lora.rank:
+    if to == "peft" and not config.lora.rank:
         message = "writes adapters, and this run trained the whole model (lora.rank=0)"
-        refuse_option("--format", to.value, message, "--format hf")
+        refuse_option("--format", to, message, "--format hf")
     require_whole(stored)
     require_model(directory, stored)
-    kind = dtype or opt.DtypeName(config.precision.compute)
-    if to == Format.peft:
+    kind = dtype or config.precision.compute
+    if to == "peft":
         exported = export_adapters(stored, config, folder, kind)
     else:
         exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)

@@ -15,7 +15,6 @@ from nanoscale.cli.common.output import (
     DOES_NOT_FIT,
     DONE,
     answer,
-    console,
     error_document,
     require_writable,
     saying,
@@ -25,6 +24,7 @@ from nanoscale.cli.common.output import (
 )
 from nanoscale.cli.common.rehearsal import with_memory
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
+from nanoscale.common import display
 from nanoscale.common.devices import detect
 from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
@@ -261,7 +261,7 @@ def _search(
         recipe = recipe_of(composed, result.best.config)
         write_file("--write", write, recipe, overwrite=overwrite)
     search_json = search_document(composed, result, other)
-    answer(as_json, search_json, print_found, console(), composed, space, result, other)
+    answer(as_json, search_json, print_found, display.console(), composed, space, result, other)
     return DONE if result.best is not None else DOES_NOT_FIT
 
 

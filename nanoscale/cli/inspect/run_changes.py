@@ -10,10 +10,10 @@ from typing import Annotated
 
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, answer, refuse_option
+from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.cli.common.trust import can_ask, is_confirmed
 from nanoscale.common import display
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, refuse_option
 from nanoscale.common.units import byte_size
 from nanoscale.runs.directory import RunDirectory
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, answer, refuse_option
+from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.common.devices import cores
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, refuse_option
 
 app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, answer, console, saying
+from nanoscale.cli.common.output import DONE, FAILED, answer, saying
 from nanoscale.cli.common.request import HOSTS, CommandLine, requesting
+from nanoscale.common import display
 
 
 @requesting("config_dir", *HOSTS)
@@ -30,6 +31,6 @@ def doctor(
     names = list(dict.fromkeys(verdict.host for verdict in verdicts))
     document = doctor_text.document(names, verdicts, measured)
     show = partial(doctor_text.print_doctor, verbose=verbose)
-    answer(as_json, document, show, console(), names, verdicts, measured)
+    answer(as_json, document, show, display.console(), names, verdicts, measured)
     all_of_them = [*verdicts, *(measured.verdicts if measured is not None else ())]
     return DONE if all(verdict.good for verdict in all_of_them) else FAILED

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoscale.checkpoint.configuration import record_origin
 from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, refuse_option
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.resolved import ResolvedConfig, differences
 from nanoscale.config.violations import shown
@@ -102,8 +102,7 @@ def find_replay(run: RunDirectory, steps: str) -> Replay:
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last <= limit:
         message = f"must be a step or a range, as in 12-20, from 1 to {limit}"
-        violation = Violation("--steps", steps, "command line", message, (f"--steps 1-{limit}",))
-        raise UserError("usage", f"--steps {steps}: {message}", [violation])
+        refuse_option("--steps", steps, message, f"--steps 1-{limit}")
     before = [stored for stored in list_checkpoints(run.checkpoints) if stored.step < first]
     start = before[-1] if before else None
     start_step = start.step if start else 0
