@@ -166,6 +166,19 @@ def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
     return (LocalAdamW if is_sharded else AdamW)(groups, **arguments, fused=True)
 
 
+def _update_group(
+    optimizer: Optimizer, group: dict[str, Any], update: one_pass.Update, *numbers: float
+) -> None:
+    """Update the parameters of a group and their moments, but not the averages of weights."""
+    for parameter in (p for p in group["params"] if p.grad is not None):
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(initial_state(optimizer, parameter))
+        moments = (value for name, value in state.items() if name != AVERAGE)
+        rates = group["lr"], group["weight_decay"]
+        one_pass.run(update, optimizer, [parameter, *moments], [parameter.grad], *rates, *numbers)
+
+
 class Lion(Optimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of a moving average is the update."""
 
@@ -175,14 +188,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state.update(initial_state(self, parameter))
-                targets = parameter, state["exp_avg"]
-                numbers = group["lr"], group["weight_decay"], beta1, beta2
-                one_pass.run(_lion, self, targets, [parameter.grad], *numbers)
+            _update_group(self, group, _lion, *group["betas"])
 
 
 def _lion(
@@ -207,13 +213,7 @@ class SGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state.update(initial_state(self, parameter))
-                targets = parameter, *state.values()
-                numbers = group["lr"], group["weight_decay"], group["momentum"]
-                one_pass.run(_sgd, self, targets, [parameter.grad], *numbers)
+            _update_group(self, group, _sgd, group["momentum"])
 
 
 def _sgd(weights: Tensor, *others: Tensor) -> list[Tensor]:

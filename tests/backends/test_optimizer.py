@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nanoscale.backends import gradients
-from nanoscale.backends.adamw import LocalAdamW
+from nanoscale.backends.adamw import LocalAdamW, update_averages
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import (
+    SGD,
+    Lion,
     NamedParameters,
     clip_in_update,
     dequantize,
@@ -30,6 +32,7 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.common.errors import UserError
+from nanoscale.config.optimizers import AVERAGE
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
@@ -377,3 +380,23 @@ def test_the_engine_clips_in_a_pass_of_its_own_on_a_cpu(
     )
     result = engine.train_step([Batch.of_rows(rows)] * config.accumulation, 1e-2)
     assert result.grad_norm > 0.5 and len(clipped) == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda groups: SGD(groups, lr=0.1, momentum=0.9),
+        lambda groups: SGD(groups, lr=0.1, momentum=0.0),
+        lambda groups: Lion(groups, lr=0.1, betas=(0.9, 0.99)),
+    ],
+)
+def test_a_moving_average_is_of_the_weights_whatever_the_moments(optimizer_of):
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer, average = optimizer_of([{"params": [parameter]}]), None
+    for step in range(1, 5):
+        parameter.grad = torch.full_like(parameter, step)
+        optimizer.step()
+        update_averages(optimizer, 0.5)
+        weights = parameter.detach().clone()
+        average = weights if average is None else 0.5 * average + 0.5 * weights
+    assert torch.allclose(optimizer.state[parameter][AVERAGE], average)
