@@ -21,7 +21,11 @@ from nanoscale.models.hf_model import HFModel
 from nanoscale.models.mixers.recurrence import recur
 from nanoscale.models.mixers.short_convolution import convolve
 from tests.support import hf_models
+from tests.support.jobs import make_config, packed_data, write_documents
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_equal_curves
 from tests.support.rows import exhaustive
+from tests.train.test_foreign import curves_of
 
 F64 = torch.float64
 SEQ = 21
@@ -258,3 +262,18 @@ def test_other_rules_are_named(family: str, changes: Any, reason: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**COMMON | changes))
     assert reason in hf_attention.problem(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["falcon_h1", exhaustive("qwen3_5_text")])
+def test_stages_recompute_with_the_documents_of_each_micro_batch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(family, tmp_path / "model", monkeypatch)
+    write_documents(tmp_path)
+    more = {"model": model.shape, "data": packed_data(tmp_path)}
+    expected = run_ranks(curves_of, 1, [make_config(tmp_path, **more)])[0][0]
+    stages = {"pp": 2, "activation_checkpointing": "full"}
+    divided = [make_config(tmp_path, **more, parallel=stages)]
+    for found in run_ranks(curves_of, 2, divided)[0]:
+        assert_equal_curves(found, expected, "fp32")  # its norms are in fp32
