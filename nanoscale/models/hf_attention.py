@@ -26,28 +26,23 @@ DOCUMENTS: ContextVar[tuple[AttentionSpan, bool]] = ContextVar("documents")
 """The documents of the rows that a model runs on, and False if each is a whole row."""
 _CAUSAL = "causal"
 """The mask of layers that see all earlier tokens of rows of one document."""
-_GIVEN = ("position_ids", "seq_idx")
-"""Further arguments of our function that attention within documents does not need."""
+_GIVEN = "position_ids"
+"""A further argument of our function that attention within documents does not need."""
 _KINDS = {"full_attention", "sliding_attention", "moe", "mlp"}
 """The kinds of layers, by `layer_types` of config.json, whose attention is causal within documents."""
 _MIXING = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """The kinds of layers that pass a state, too."""
 
 
-def problem(model: Any, *, divided: bool = False) -> str:
-    """Return why attention and mixers by ours would not be the model's, with `divided` sequences; empty if
-    nothing is known against them."""
+def problem(model: Any) -> str:
+    """Return why attention and mixers by ours would not be the model's; empty if nothing is known against
+    them."""
     is_causal = getattr(model.config, "is_causal", True)
     if made_for(model.config.to_dict()) != "next-token" or not is_causal:
         return "its attention sees later tokens"
     mixers = hf_mixers.mixers(model)
-    if others := [name for name, functions in mixers.items() if not functions or divided]:
-        why = (
-            "which ranks do not hand on"
-            if mixers[others[0]]
-            else "which only its own code computes"
-        )
-        return f"{others[0]} passes a state from token to token, {why}"
+    if others := [name for name, functions in mixers.items() if not functions]:
+        return f"{others[0]} passes a state from token to token, which only its own code computes"
     # Most families with recurrences do not set the flag.
     has_functions = getattr(model, "_supports_attention_backend", False)
     recurs = any(functions & hf_mixers.RECURRENCES.keys() for functions in mixers.values())
@@ -116,9 +111,7 @@ def attend(
         raise _refusal(attention_mask)
     if not isinstance(attention_mask, AttentionSpan | str) or query.shape[2] != key.shape[2]:
         raise _refusal(f"has masks or keys of its own in {type(module).__name__}")
-    if more := [
-        it for it, value in others.items() if isinstance(value, Tensor) and it not in _GIVEN
-    ]:
+    if more := [it for it, value in others.items() if isinstance(value, Tensor) and it != _GIVEN]:
         raise _refusal(f"reads {more[0]}")
     mask = None if isinstance(attention_mask, str) else attention_mask
     width, value_width = query.shape[-1], value.shape[-1]

@@ -1,7 +1,7 @@
 """Recurrent layers of transformers' models by our mixers, so that a state stays within its document.
 
 transformers' layers call functions of their files, and hand on what else the trunk is called with. With the
-argument `seq_idx`, the number of each token's document, our function runs in the place of theirs.
+argument `seq_idx`, which holds the documents as `Rows`, our function runs in the place of theirs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.common.errors import UserError
-from nanoscale.models.mixers.recurrence import recur
-from nanoscale.models.mixers.short_convolution import convolve
+from nanoscale.models.mixers.pieces import Rows, convolve_rows, recur_rows
 
-NUMBERS: ContextVar[Tensor] = ContextVar("numbers")
-"""The number of each token's document `[rows, seq]`, of the rows that a model runs on."""
+ROWS: ContextVar[Rows] = ContextVar("rows")
+"""The documents of the rows that a model runs on."""
 _STATES = ("A_log", "dt_bias")
 """The ends of names of parameters of layers with a recurrence."""
 _CONVOLUTIONS = ("conv1d.weight", "conv.weight")
@@ -36,12 +35,12 @@ def _convolution(
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
-    seq_idx: Tensor,
+    seq_idx: Rows,
     **_: Any,
 ) -> Tensor:
     from transformers.activations import ACT2FN
 
-    out = convolve(hidden_states, weight, bias, seq_idx)[0].to(hidden_states.dtype)
+    out = convolve_rows(hidden_states, weight, bias, seq_idx).to(hidden_states.dtype)
     return out if activation is None else cast("Tensor", ACT2FN[activation](out))
 
 
@@ -52,7 +51,7 @@ def _delta_rule(
     g: Tensor,
     beta: Tensor,
     *,
-    seq_idx: Tensor,
+    seq_idx: Rows,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -60,7 +59,7 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     decay = decay if decay.ndim == 4 else decay.unsqueeze(-1)
-    out, _state = recur(q * k.shape[-1] ** -0.5, k, v, decay, seq_idx, rate=rate)
+    out = recur_rows(q * k.shape[-1] ** -0.5, k, v, decay, seq_idx, rate)
     return out.to(query.dtype), None
 
 
@@ -71,7 +70,7 @@ def _mamba2(
     k: Tensor,
     q: Tensor,
     *,
-    seq_idx: Tensor,
+    seq_idx: Rows,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
@@ -80,7 +79,7 @@ def _mamba2(
     x, step, rate, k, q = _in_one_dtype(hidden_states, dt, rate, k, q)
     step = step if dt_bias is None else step + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).unsqueeze(-1)
-    out, _state = recur(q, k, x * step, step * rate.unsqueeze(-1), seq_idx)
+    out = recur_rows(q, k, x * step, step * rate.unsqueeze(-1), seq_idx)
     skip = others.get("D")
     return (out if skip is None else out + x * skip.unsqueeze(-1)).contiguous()
 
@@ -125,7 +124,7 @@ def _called(module: nn.Module) -> set[str]:
 
 
 def install(model: Any) -> None:
-    """Let the layers of a model of transformers mix with our functions, within the documents of `NUMBERS`."""
+    """Let the layers of a model of transformers mix with our functions, within the documents of `ROWS`."""
     by_name = mixers(model)
     for name, functions in by_name.items():
         module = model.get_submodule(name)
@@ -139,7 +138,7 @@ def install(model: Any) -> None:
 
 
 def _hand_documents(_: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-    return given, named | {"seq_idx": NUMBERS.get()}
+    return given, named | {"seq_idx": ROWS.get()}
 
 
 def _either(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
+from nanoscale.models.mixers.pieces import Division, Rows
 from nanoscale.models.transformer import Transformer, positions_in_documents, scaled, whole_sequence
 
 PREFIX = "hf."
@@ -68,6 +69,8 @@ class HFModel(Transformer):
     distillation: Distillation | None = None
     attends_with_ours = False
     """True if our attention takes the place of transformers'."""
+    division: Division | None = None
+    """The division of rows over the ranks of cp, for recurrent layers; None: rows are whole."""
     hits: Tensor | None = None
     """The numbers of rows with labels, and of rows with the right class, since the last reading."""
 
@@ -175,7 +178,8 @@ class HFModel(Transformer):
         span = mask or AttentionSpan.whole(rows, length, tokens.device)
         hf_attention.DOCUMENTS.set((span, mask is not None))
         positions = self.token_positions(tokens.shape[1], tokens.device).expand(rows, -1)
-        hf_mixers.NUMBERS.set(span.first_seen(rows, length).gather(1, positions))
+        first = span.first_seen(rows, length).gather(1, positions)
+        hf_mixers.ROWS.set(Rows(first, positions[0], self.division))
         return positions_in_documents(span, rows, length).gather(1, positions)
 
     def attend_with(self, core: nn.Module) -> None:

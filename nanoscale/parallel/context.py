@@ -25,9 +25,11 @@ from nanoscale.config.schema import Model
 from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask, pad_heads
 from nanoscale.models.attention_kernels import choose_kernel, has_cudnn
 from nanoscale.models.hf_model import HFModel
+from nanoscale.models.mixers.pieces import Division
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, LatentAttention, Transformer
 from nanoscale.parallel.ring import ring_attention
+from nanoscale.parallel.sequence_parallel import ResidualStream
 
 
 def positions(method: str, seq: int, rank: int, degree: int, device: torch.device) -> Tensor:
@@ -48,6 +50,7 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
     model.token_positions = lambda seq, device: positions(method, seq, rank, degree, device)
     if isinstance(model, HFModel):
         model.attend_with(make_core(method, group, config.model))
+        model.division = make_division(method, group, rank, degree)
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
             module.core = make_core(method, group, config.model)
@@ -56,6 +59,20 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
     if model.objective is not None:
         model.objective.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
         model.objective.counts_values = rank == 0
+
+
+def make_division(method: str, group: dist.ProcessGroup, rank: int, degree: int) -> Division:
+    """Return the pieces of rows that a rank has, and how recurrent layers meet those of other ranks."""
+    pieces, cpu = 2 if method == "ring" else 1, torch.device("cpu")
+    numbers = [positions(method, pieces, it, degree, cpu) for it in range(degree)]
+    order = torch.cat(numbers).argsort().tolist()
+    ranks = ResidualStream(group.group_name, degree, divided=True)
+
+    def gather(local: Tensor) -> list[Tensor]:
+        by_rank = ranks.gather(local.flatten(1)).unflatten(1, local.shape[1:]).unbind()
+        return [by_rank[index] for index in order]
+
+    return Division(numbers[rank].tolist(), gather)
 
 
 def _sum_also(

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Barrier
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Model
+from nanoscale.config.schema import Config, Model
 from nanoscale.models import hf_attention
 from nanoscale.models.attention import CausalAttention
 from nanoscale.models.hf_model import HFModel
+from nanoscale.models.mixers.pieces import Division, Rows, convolve_rows, recur_rows
 from nanoscale.models.mixers.recurrence import recur
 from nanoscale.models.mixers.short_convolution import convolve
+from nanoscale.parallel.context import positions
 from tests.support import hf_models
 from tests.support.jobs import make_config, packed_data, write_documents
 from tests.support.ranks import run_ranks
-from tests.support.reference import assert_equal_curves
+from tests.support.reference import CURVE, assert_equal_curves
 from tests.support.rows import exhaustive
 from tests.train.test_foreign import curves_of
 
-F64 = torch.float64
+F64, CPU = torch.float64, torch.device("cpu")
 SEQ = 21
 ENDS = [[7, 8, 10, 21], [5, 21, 21, 21]]
 """Documents that end inside of chunks, of length 1, and shorter than a convolution."""
@@ -40,18 +48,18 @@ def numbers_of(ends: list[list[int]]) -> Tensor:
     )
 
 
-def inputs(kind: str) -> dict[str, Tensor | None]:
+def inputs(kind: str, seq: int = SEQ) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     groups = 2 if kind == "mamba2" else 4
     channels = 3 if kind == "delta of channels" else 1
     given = {
-        "q": torch.randn(2, SEQ, groups, 3, dtype=F64),
-        "k": F.normalize(torch.randn(2, SEQ, groups, 3, dtype=F64), dim=-1),
-        "v": torch.randn(2, SEQ, 4, 5, dtype=F64),
+        "q": torch.randn(2, seq, groups, 3, dtype=F64),
+        "k": F.normalize(torch.randn(2, seq, groups, 3, dtype=F64), dim=-1),
+        "v": torch.randn(2, seq, 4, 5, dtype=F64),
         # sums in a chunk are below -100, whose inverse factors would overflow in fp32
-        "decay": -20 * torch.rand(2, SEQ, 4, channels, dtype=F64) ** 4,
+        "decay": -20 * torch.rand(2, seq, 4, channels, dtype=F64) ** 4,
         "state": torch.randn(2, 4, 3, 5, dtype=F64),
-        "rate": 2 * torch.rand(2, SEQ, 4, dtype=F64),
+        "rate": 2 * torch.rand(2, seq, 4, dtype=F64),
     }
     return {
         name: x.requires_grad_() for name, x in given.items() if kind != "mamba2" or name != "rate"
@@ -157,6 +165,52 @@ def test_a_convolution_stays_in_its_document_and_hands_on_its_last_inputs(width:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "degree", "seq"), [("ring", 2, 24), ("ulysses", 3, 24), ("ring", 3, 12)]
+)
+def test_ranks_meet_the_states_and_inputs_before_their_pieces(
+    kind: str, method: str, degree: int, seq: int
+) -> None:
+    """Documents begin and end with pieces, inside of them, and go through several; the last pieces are shorter
+    than the convolution reaches."""
+    given = inputs(kind, seq)
+    del given["state"]
+    given |= {"x": torch.randn(2, 5, seq, dtype=F64), "weight": torch.randn(5, 4, dtype=F64)}
+    given = {name: x.detach().requires_grad_() for name, x in given.items()}
+    starts = torch.tensor([[0, 4, 6, 12, 12], [0, 7, 8, 9, 11]])[:, :, None]
+    documents = torch.where(starts <= torch.arange(seq), starts, 0).amax(1)
+    *mixed, x, weight = given
+    expected = (
+        convolve(given[x], given[weight], None, documents)[0],
+        recur(**{name: given[name] for name in mixed}, documents=documents, chunk=4)[0],
+    )
+    meeting, met = Barrier(degree, timeout=30), dict[int, Tensor]()
+    count = 2 if method == "ring" else 1
+    parts = [positions(method, seq // degree, it, degree, CPU) for it in range(degree)]
+    numbers = [positions(method, count, it, degree, CPU).tolist() for it in range(degree)]
+
+    def gather(local: list[int], pieces: Tensor) -> list[Tensor]:
+        met.update(zip(local, pieces, strict=True))
+        meeting.wait()
+        everything = [met[number] for number in range(count * degree)]
+        meeting.wait()
+        return everything
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        local = numbers[rank]
+        rows = Rows(documents[:, parts[rank]], parts[rank], Division(local, partial(gather, local)))
+        convolved = convolve_rows(given[x][..., parts[rank]], given[weight], None, rows)
+        q = {name: given[name][:, parts[rank]] for name in mixed}
+        return convolved, recur_rows(**q, rows=rows)
+
+    with ThreadPoolExecutor(degree) as pool:
+        convolved, outputs = zip(*pool.map(run, range(degree)), strict=True)
+    back = torch.cat(parts).argsort()
+    found = torch.cat(convolved, 2)[..., back], torch.cat(outputs, 1)[:, back]
+    close(with_gradients(found, given), with_gradients(expected, given))
+
+
 COMMON = hf_models.COMMON | {"num_key_value_heads": 2, "head_dim": 8}
 DELTA = COMMON | {
     "layer_types": ["linear_attention", "full_attention"],
@@ -180,7 +234,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def made(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> HFModel:
-    monkeypatch.setitem(hf_models.FAMILIES, family, FAMILIES[family])
+    known = hf_models.FAMILIES
+    monkeypatch.setitem(known, family, FAMILIES.get(family) or known[family])
     original = hf_models.save(family, folder)
     file = folder / "config.json"
     document = json.loads(file.read_text())
@@ -192,14 +247,25 @@ def made(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> HFModel:
     return model
 
 
-class WithoutRounding(TorchFunctionMode):
-    """Let code that computes in fp32, whatever the model's dtype is, compute in fp64."""
+@contextmanager
+def without_rounding() -> Iterator[None]:
+    """Let transformers' code that computes in fp32, whatever the model's dtype is, compute in fp64."""
 
-    def __torch_function__(self, run: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = torch.Tensor.double if run is torch.Tensor.float else run
-        wide = [F64 if it is torch.float32 else it for it in args]
-        named = {name: F64 if it is torch.float32 else it for name, it in (kwargs or {}).items()}
-        return run(*wide, **named)
+    def widened(run: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            if not sys._getframe(1).f_globals["__name__"].startswith("transformers."):
+                return run(*args, **named)
+            named = {name: F64 if it is torch.float32 else it for name, it in named.items()}
+            exact = torch.Tensor.double if run is narrow else run
+            return exact(*(F64 if it is torch.float32 else it for it in args), **named)
+
+        return call
+
+    narrow = torch.Tensor.float
+    with ExitStack() as stack:
+        for owner, name in ((torch.Tensor, "float"), (torch.Tensor, "to"), (F, "softmax")):
+            stack.enter_context(patch.object(owner, name, widened(getattr(owner, name))))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -211,7 +277,6 @@ def test_packed_rows_train_as_separate_documents(
 ) -> None:
     model = made(family, tmp_path, monkeypatch)
     assert hf_attention.problem(model.hf) == ""
-    assert "which ranks do not hand on" in hf_attention.problem(model.hf, divided=True)
     tokens, targets = torch.randint(64, (2, 2, SEQ))
     with torch.no_grad():
         expected = model(tokens)
@@ -231,7 +296,7 @@ def test_packed_rows_train_as_separate_documents(
         return [torch.stack(losses).sum().detach(), *gradients]
 
     borders = [(i, a, b) for i, ends in enumerate(ENDS) for a, b in pairwise([0, *ends]) if b > a]
-    with WithoutRounding():
+    with without_rounding():
         alone = trained(
             [(tokens[i, None, a:b], targets[i, None, a:b], None) for i, a, b in borders]
         )
@@ -264,16 +329,42 @@ def test_other_rules_are_named(family: str, changes: Any, reason: str) -> None:
     assert reason in hf_attention.problem(model)
 
 
+LAYOUTS: list[dict[str, Any]] = [
+    {"parallel": {"cp": 2}},
+    {"parallel": {"cp": 2, "cp_method": "ulysses"}},
+    {"parallel": {"cp": 2, "activation_checkpointing": "full"}, "stage": 3},
+    {"parallel": {"pp": 2, "activation_checkpointing": "full"}},
+    {"parallel": {"tp": 2, "sequence_parallel": False}},
+    {"parallel": {"pp": 2, "cp": 2}},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["falcon_h1", exhaustive("qwen3_5_text")])
-def test_stages_recompute_with_the_documents_of_each_micro_batch(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("falcon_h1", LAYOUTS[:4]),
+        exhaustive("qwen3_5_text", LAYOUTS),
+        exhaustive("nemotron_h", LAYOUTS),
+        exhaustive("kimi_linear", LAYOUTS),
+        exhaustive("lfm2", LAYOUTS[:3]),
+    ],
+)
+def test_layouts_train_what_one_process_trains(
+    family: str, layouts: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made(family, tmp_path / "model", monkeypatch)
     write_documents(tmp_path)
     more = {"model": model.shape, "data": packed_data(tmp_path)}
-    expected = run_ranks(curves_of, 1, [make_config(tmp_path, **more)])[0][0]
-    stages = {"pp": 2, "activation_checkpointing": "full"}
-    divided = [make_config(tmp_path, **more, parallel=stages)]
-    for found in run_ranks(curves_of, 2, divided)[0]:
-        assert_equal_curves(found, expected, "fp32")  # its norms are in fp32
+    expected = run_ranks(exact_curves, 1, [make_config(tmp_path, **more)])[0][0]
+    for ranks in (2, 4):
+        configs = [make_config(tmp_path, **more, **layout) for layout in layouts]
+        configs = [config for config in configs if config.world_size == ranks]
+        assert configs or ranks == 4
+        for found in run_ranks(exact_curves, ranks, configs)[0]:
+            assert_equal_curves(found, expected, "fp64")
+
+
+def exact_curves(rank: int, configs: list[Config]) -> list[CURVE]:
+    with without_rounding():
+        return curves_of(rank, configs)

@@ -149,10 +149,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             tp_styles(model, request["tp"])
         except ValueError as error:
             return {"problem": f"cannot divide this model: {error}", "of": "tp"}
-    if request["attention"] and problem is None:
-        divided = request["attention"] == "parallel.cp"
-        if why := hf_attention.problem(model, divided=divided):
-            return {"problem": f"needs our attention, and {why}", "of": "attention"}
+    if request["attention"] and problem is None and (why := hf_attention.problem(model)):
+        return {"problem": f"needs our attention, and {why}", "of": "attention"}
     if request["stages"] > 1 and problem is None:
         try:
             require_stages(model, shape)

@@ -38,6 +38,7 @@ def recur(
         decay: logarithms, at most 0: `[rows, seq, heads, 1 or key]`.
         documents: integers `[rows, seq]`, which differ for neighboring documents.
         state: the state of the first token's document before it, `[rows, heads, key, value]`; None: zeros.
+            It may have more columns, for which v is 0.
         rate: the rates of the delta rule, `[rows, seq, heads]`; None: u_t = v_t.
         chunk: the tokens of a chunk, a power of 2.
     """
@@ -62,6 +63,7 @@ def recur(
         v, corrects = solved.split((v.shape[-1], k.shape[-1]), -1)
     if state is None:
         state = v.new_zeros(rows, heads, k.shape[-1], v.shape[-1])
+    v = F.pad(v, (0, state.shape[-1] - v.shape[-1]))
     state, outputs = state.to(v.dtype).unflatten(1, (groups, -1)), []
     # Unbinding keeps the backward pass linear: the gradient of an index is as large as all chunks.
     corrections = [None] * len(v) if corrects is None else corrects.unbind()
