@@ -263,8 +263,9 @@ def without_rounding() -> Iterator[None]:
 
     narrow = torch.Tensor.float
     with ExitStack() as stack:
-        for owner, name in ((torch.Tensor, "float"), (torch.Tensor, "to"), (F, "softmax")):
-            stack.enter_context(patch.object(owner, name, widened(getattr(owner, name))))
+        for it in (torch.Tensor.to, torch.Tensor.type, narrow, F.softmax):
+            owner = F if it is F.softmax else torch.Tensor
+            stack.enter_context(patch.object(owner, it.__name__, widened(it)))
         yield
 
 

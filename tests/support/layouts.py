@@ -344,6 +344,8 @@ def record_all(
     if not dist.is_initialized():
         cpu, alone = torch.device("cpu"), config.offloads
         process_group.join(config.world_size, cpu, 120.0, even_alone=alone)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    assert ranks == config.world_size, "all layouts that ranks train have their number"
     device, records = torch.device("cpu"), Records()
     training = Training(
         workspace=Path(config.run.root) / "none",
