@@ -62,7 +62,7 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
 
 
 def make_division(method: str, group: dist.ProcessGroup, rank: int, degree: int) -> Division:
-    """Return the pieces of rows that a rank has, and how recurrent layers meet those of other ranks."""
+    """Return the numbers of the pieces of rows that a rank has, and the gathering of all pieces."""
     pieces, cpu = 2 if method == "ring" else 1, torch.device("cpu")
     numbers = [positions(method, pieces, it, degree, cpu) for it in range(degree)]
     order = torch.cat(numbers).argsort().tolist()

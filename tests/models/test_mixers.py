@@ -346,7 +346,7 @@ LAYOUTS: list[dict[str, Any]] = [
     [
         ("falcon_h1", LAYOUTS[:4]),
         exhaustive("qwen3_5_text", LAYOUTS),
-        exhaustive("nemotron_h", LAYOUTS),
+        exhaustive("nemotron_h", [*LAYOUTS[:3], LAYOUTS[4]]),
         exhaustive("kimi_linear", LAYOUTS),
         exhaustive("lfm2", LAYOUTS[:3]),
     ],
