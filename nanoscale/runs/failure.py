@@ -5,12 +5,13 @@ Everything here is pure except the writing and reading at the end.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ class RankFailure:
             type=_qualified_name(type(error)),
             message=_shortened(str(error), _MESSAGE_LENGTH),
             traceback=_shortened("".join(traceback.format_exception(error)), _TRACEBACK_LENGTH),
-            user_error=_user_document(error) if isinstance(error, UserError) else None,
+            user_error=_plain(asdict(error)) if isinstance(error, UserError) else None,
             position=asdict(of_error(error)) if kind in ("lost", "mismatched") else None,
         )
 
@@ -546,17 +547,6 @@ def user_error(failure: Failure | RankFailure) -> UserError | None:
     return UserError(content["kind"], content["message"], violations)
 
 
-def _user_document(error: UserError) -> Document:
-    return {
-        "kind": error.kind,
-        "message": error.message,
-        "violations": [
-            {field.name: _plain(getattr(violation, field.name)) for field in fields(violation)}
-            for violation in error.violations
-        ],
-    }
-
-
 def _shortened(text: str, length: int) -> str:
     """Shorten a text that is too long; both ends are kept."""
     if len(text) <= length:
@@ -565,11 +555,9 @@ def _shortened(text: str, length: int) -> str:
     return f"{text[: length // 2]}\n[{omitted:,} characters are omitted]\n{text[-length // 2 :]}"
 
 
-def _plain(value: object) -> object:
-    """Return a value that JSON can represent."""
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return value
-    return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
+def _plain(value: object) -> Any:
+    """Return a value as JSON can represent it."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _qualified_name(kind: type) -> str:

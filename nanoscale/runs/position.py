@@ -139,22 +139,14 @@ def _issued(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
 
 
-def _ranks_of(group: Any) -> list[int]:
-    import torch.distributed as dist
-
-    return dist.get_process_group_ranks(group)
-
-
 def _groups() -> dict[str, dict[str, Any]]:
     found = {}
     for group in _process_groups():
         with suppress(Exception):  # a group that is being destroyed
-            name, ranks, issued = str(group.group_name), _ranks_of(group), _issued(group)
-            about = {
-                "axis": group.group_desc.removeprefix("mesh_"),
-                "ranks": ranks,
-                "issued": issued,
-            }
+            ranks = sys.modules["torch"].distributed.get_process_group_ranks(group)
+            name, issued = str(group.group_name), _issued(group)
+            axis = group.group_desc.removeprefix("mesh_")
+            about = {"axis": axis, "ranks": ranks, "issued": issued}
             if NOW.program is not None and name in NOW.begun:
                 number = issued - NOW.begun[name] + 1
                 about["next"] = next_call(NOW.program, ranks[group.rank()], ranks, number)

@@ -10,39 +10,39 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanoscale.agent.link import Link
-from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
 from nanoscale.processes import listener as listeners
+from nanoscale.processes.listener import AuthenticatedListener
 from nanoscale.processes.messages import HandshakeError, introduce
 
 KEY = b"k" * 32
 HELLO = {"names": ["n1"], "addresses": ["10.0.0.1"]}
 LIMIT_S = 60.0
+Agent = tuple[socket.socket, Any]
 
 
 @pytest.fixture
-def listener() -> Iterator[ReverseListener]:
-    listener = ReverseListener(KEY, hosts=1)
+def listener() -> Iterator[AuthenticatedListener]:
+    listener = AuthenticatedListener(KEY, 65)
     yield listener
     listener.close()
 
 
-def connect(listener: ReverseListener) -> socket.socket:
+def connect(listener: AuthenticatedListener) -> socket.socket:
     return socket.create_connection(("127.0.0.1", listener._socket.getsockname()[1]), timeout=5)
 
 
-def serve(
-    listener: ReverseListener, until: Callable[[list[ReverseConnection]], bool]
-) -> list[ReverseConnection]:
+def serve(listener: AuthenticatedListener, until: Callable[[list[Agent]], bool]) -> list[Agent]:
     """Serve all clients like the launcher, until a condition holds; return the authenticated ones."""
-    agents: list[ReverseConnection] = []
+    agents: list[Agent] = []
     deadline = time.monotonic() + LIMIT_S
     while not until(agents):
         assert time.monotonic() < deadline
-        agents += listener.accept_agents()
+        agents += listener.accept()
     return agents
 
 
@@ -51,7 +51,9 @@ def open_files() -> list[int]:
 
 
 @contextmanager
-def agent(listener: ReverseListener, key: bytes = KEY) -> Iterator[list[BaseException | None]]:
+def agent(
+    listener: AuthenticatedListener, key: bytes = KEY
+) -> Iterator[list[BaseException | None]]:
     """Run an agent that connects from a thread of its own; the list gets its result."""
     ends: list[BaseException | None] = []
 
@@ -69,15 +71,15 @@ def agent(listener: ReverseListener, key: bytes = KEY) -> Iterator[list[BaseExce
     thread.join()
 
 
-def test_an_agent_proves_itself_and_says_who_it_is(listener: ReverseListener) -> None:
+def test_an_agent_proves_itself_and_says_who_it_is(listener: AuthenticatedListener) -> None:
     with agent(listener) as ends:
-        (connection,) = serve(listener, lambda agents: len(agents) == 1)
+        ((connection, hello),) = serve(listener, lambda agents: len(agents) == 1)
     assert ends == [None]
-    assert connection.names == ["n1"] and connection.socket.getblocking()
+    assert hello == HELLO and connection.getblocking()
     connection.close()
 
 
-def test_who_has_another_key_is_refused_by_both_ends(listener: ReverseListener) -> None:
+def test_who_has_another_key_is_refused_by_both_ends(listener: AuthenticatedListener) -> None:
     with agent(listener, b"x" * 32) as ends:
         assert serve(listener, lambda agents: bool(agents or ends)) == []
     assert isinstance(ends[0], OSError)
@@ -89,7 +91,9 @@ def test_who_has_another_key_is_refused_by_both_ends(listener: ReverseListener) 
     ours.close(), peer.close()
 
 
-def test_no_stranger_lives_long(listener: ReverseListener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stranger_lives_long(
+    listener: AuthenticatedListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listeners, "_PATIENCE_S", 0.05)
     stranger = connect(listener)
     serve(listener, lambda _: len(listener._untrusted) == 1)
@@ -97,7 +101,7 @@ def test_no_stranger_lives_long(listener: ReverseListener, monkeypatch: pytest.M
     assert len(stranger.recv(100)) == 32 and stranger.recv(100) == b""
 
 
-def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: ReverseListener) -> None:
+def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: AuthenticatedListener) -> None:
     """On the old listener, as many as there were file descriptors ended it for good."""
     threads = threading.active_count()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,14 +113,14 @@ def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: ReverseListen
             while True:
                 strangers.append(connect(listener))
                 if len(strangers) % 10 == 0:
-                    listener.accept_agents()
+                    listener.accept()
         assert len(strangers) > 800
-        listener.accept_agents()  # has none to accept with
+        listener.accept()  # has none to accept with
         assert threading.active_count() == threads
         assert len(listener._untrusted) <= 65
         strangers.pop().close()
         with agent(listener) as ends:
-            (connection,) = serve(listener, lambda agents: len(agents) == 1)
+            ((connection, _),) = serve(listener, lambda agents: len(agents) == 1)
         assert ends == [None]
         connection.close()
     finally:
@@ -125,7 +129,7 @@ def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: ReverseListen
             stranger.close()
 
 
-def test_it_survives_that_no_file_descriptor_is_left(listener: ReverseListener) -> None:
+def test_it_survives_that_no_file_descriptor_is_left(listener: AuthenticatedListener) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     stranger = connect(listener)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_files()), hard))
@@ -134,8 +138,8 @@ def test_it_survives_that_no_file_descriptor_is_left(listener: ReverseListener) 
         with suppress(OSError):
             while True:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
-        assert listener.accept_agents() == [] and listener._untrusted == []
-        listener.accept_agents()
+        assert listener.accept() == [] and listener._untrusted == []
+        listener.accept()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in taken:
@@ -144,14 +148,16 @@ def test_it_survives_that_no_file_descriptor_is_left(listener: ReverseListener) 
     stranger.close()
 
 
-def test_strangers_from_one_address_drive_away_one_another_only(listener: ReverseListener) -> None:
+def test_strangers_from_one_address_drive_away_one_another_only(
+    listener: AuthenticatedListener,
+) -> None:
     first = connect(listener)
     serve(listener, lambda _: len(listener._untrusted) == 1)
     listener._untrusted[0].address = "10.0.0.1"
     flood = []
     for _ in range(100):
         flood.append(connect(listener))
-        listener.accept_agents()
+        listener.accept()
     addresses = [stranger.address for stranger in listener._untrusted]
     assert len(addresses) == 65 and addresses[0] == "10.0.0.1"
     for connection in (first, *flood):
@@ -159,7 +165,7 @@ def test_strangers_from_one_address_drive_away_one_another_only(listener: Revers
 
 
 def test_an_agent_calls_again_when_the_launcher_hangs_up(
-    listener: ReverseListener, tmp_path: Path
+    listener: AuthenticatedListener, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_bytes(KEY)
     port = listener._socket.getsockname()[1]
@@ -170,7 +176,7 @@ def test_an_agent_calls_again_when_the_launcher_hangs_up(
     call.start()
     serve(listener, lambda _: bool(listener._untrusted))
     listener._drop()
-    (connection,) = serve(listener, lambda agents: len(agents) == 1)
+    ((connection, _),) = serve(listener, lambda agents: len(agents) == 1)
     call.join()
     links[0].close()
     connection.close()

@@ -8,22 +8,25 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoscale.config.machines import Host
+from nanoscale.config.machines import Host, is_here
 from nanoscale.launch.fleet.processes import OrphanCleanup, Process, end_all
 from nanoscale.launch.fleet.processes import members as members_of
-from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
 from nanoscale.launch.transport.transport import Command, Transport
+from nanoscale.processes import network
+from nanoscale.processes.listener import AuthenticatedListener
 from nanoscale.processes.messages import MARK, Message, Sender, Unpacker
 from nanoscale.processes.session import Session
 from nanoscale.runs.failure import RankFailure, agent_failure
 
 MORE_OPEN_FILES = "raise the limit of open files: ulimit -n 65536"
 _READ_BYTES = 1 << 20
+_SPARE = 64
+"""Untrusted clients beyond the hosts that may connect at the same time."""
 
 
 @dataclass
@@ -111,9 +114,8 @@ class KeyFile:
         self.key = os.urandom(32)
 
     def write(self) -> None:
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(self.key)
+        self.path.touch(0o600)
+        self.path.write_bytes(self.key)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -138,9 +140,9 @@ class Connections:
         self._selector = selectors.DefaultSelector()
         self._by_name: dict[str, Member] = {}
         """The members by their names, and by the first part of these."""
-        self._reverse: ReverseListener | None = None
+        self._reverse: AuthenticatedListener | None = None
         if transport.is_reverse:
-            self._reverse = ReverseListener(key_file.key, hosts)
+            self._reverse = AuthenticatedListener(key_file.key, hosts + _SPARE)
             self._selector.register(self._reverse, selectors.EVENT_READ)
 
     def start(self, members: Sequence[Member]) -> None:
@@ -153,7 +155,8 @@ class Connections:
         if self._reverse is None:
             commands = self._transport.commands(hosts)
         else:
-            launcher = Session(self._reverse.addresses(hosts), str(self._key_file.path))
+            addresses = [f"{it}:{self._reverse.port}" for it in _names_here(hosts)]
+            launcher = Session(",".join(addresses), str(self._key_file.path))
             commands = self._transport.commands(hosts, launcher)
         groups: dict[Command, list[Member]] = {}
         for member, command in zip(members, commands, strict=True):
@@ -218,22 +221,24 @@ class Connections:
 
     def accept(self, members: Sequence[Member]) -> Iterator[Member]:
         """Yield the members whose agents have connected since the last call."""
-        for agent in self._reverse.accept_agents() if self._reverse is not None else ():
-            member = self._member_of(agent, members)
+        for accepted, hello in self._reverse.accept() if self._reverse is not None else ():
+            member = self._member_of(hello["names"], set(hello["addresses"]), members)
             if member is None:
-                agent.close()
+                accepted.close()
                 continue
-            member.socket = agent.socket
-            member.sender = Sender(agent.socket.fileno())
+            member.socket = accepted
+            member.sender = Sender(accepted.fileno())
             member.last_heard = time.monotonic()
-            self._register(agent.socket, member, carries_messages=True)
+            self._register(accepted, member, carries_messages=True)
             yield member
 
-    def _member_of(self, agent: ReverseConnection, members: Sequence[Member]) -> Member | None:
-        """Return the member that waits for this agent: by its name, or else by its address."""
-        named = [self._by_name[name] for name in agent.names if name in self._by_name]
-        waiting = (it for it in named if it.is_waiting)
-        others = (it for it in members if it.is_waiting and agent.is_at(it.name))
+    def _member_of(
+        self, names: Sequence[str], addresses: Set[str], members: Sequence[Member]
+    ) -> Member | None:
+        """Return the member that waits for an agent: by its name, or else by its address."""
+        named = (self._by_name.get(name) for name in names)
+        waiting = (it for it in named if it is not None and it.is_waiting)
+        others = (it for it in members if it.is_waiting and addresses & {*network.resolve(it.name)})
         return next(waiting, None) or next(others, None)
 
     def drain(self, member: Member) -> bytes:
@@ -287,3 +292,11 @@ class Connections:
         if self._reverse is not None:
             self._reverse.close()
         self._selector.close()
+
+
+def _names_here(hosts: Sequence[Host]) -> list[str]:
+    """Return this machine's names and addresses for these hosts, the likeliest first."""
+    towards = next((host for host in hosts if not is_here(host.name)), hosts[0]).address
+    likeliest = network.address_towards(towards) or socket.gethostname()
+    others = (it for it in network.addresses() if ":" not in it and not network.is_loopback(it))
+    return list(dict.fromkeys([likeliest, socket.gethostname(), *others]))

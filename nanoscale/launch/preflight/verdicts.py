@@ -57,31 +57,20 @@ class CheckRow(NamedTuple):
 class EqualVerdicts:
     """Verdicts that are equal for several hosts."""
 
-    verdicts: tuple[Verdict, ...]
+    hosts: list[str]
+    check: str
+    good: bool
+    finding: str
+    remedy: str
 
-    @property
-    def check(self) -> str:
-        return self.verdicts[0].check
-
-    @property
-    def good(self) -> bool:
-        return self.verdicts[0].good
-
-    @property
-    def hosts(self) -> list[str]:
-        return [verdict.host for verdict in self.verdicts]
-
-    @property
-    def finding(self) -> str:
-        first = self.verdicts[0]
-        text = first.text if len(self.verdicts) == 1 else _anonymous(first.text, first.host)
-        return _with_amounts(text, [verdict.amount for verdict in self.verdicts])
-
-    @property
-    def remedy(self) -> str:
-        first = self.verdicts[0]
-        alone = len(self.verdicts) == 1
-        return first.remedy if alone else _anonymous(first.remedy, first.host)
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> EqualVerdicts:
+        first, amounts = verdicts[0], [it.amount for it in verdicts]
+        text, remedy = first.text, first.remedy
+        if len(verdicts) > 1:
+            text, remedy = (_anonymous(it, first.host) for it in (text, remedy))
+        finding = _with_amounts(text, amounts)
+        return cls([it.host for it in verdicts], first.check, first.good, finding, remedy)
 
 
 def grouped(verdicts: Iterable[Verdict]) -> list[EqualVerdicts]:
@@ -91,7 +80,7 @@ def grouped(verdicts: Iterable[Verdict]) -> list[EqualVerdicts]:
         text = _anonymous(verdict.text, verdict.host)
         remedy = "" if verdict.good else _anonymous(verdict.remedy, verdict.host)
         groups.setdefault((verdict.check, verdict.good, text, remedy), []).append(verdict)
-    return [EqualVerdicts(tuple(group)) for group in groups.values()]
+    return [EqualVerdicts.of(group) for group in groups.values()]
 
 
 def join_names(hosts: Sequence[str]) -> str:
