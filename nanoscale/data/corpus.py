@@ -17,7 +17,6 @@ import platform
 import shutil
 import sys
 import sysconfig
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,8 +27,12 @@ from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Data
 from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
-from nanoscale.data.prepare.folder import PreparationProgress
-from nanoscale.data.prepare.preparation import PreparationRequest, identity_of, write_folder
+from nanoscale.data.prepare.preparation import (
+    Preparation,
+    PreparationRequest,
+    identity_of,
+    write_folder,
+)
 from nanoscale.data.prepare.sources import Reading, TextSource
 from nanoscale.data.tokens.files import bin_path
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
@@ -122,9 +125,7 @@ def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -
             reading = Reading(tuple(filter(_holds_text, files.sources)))
             if not reading.sources:
                 raise _no_sources(sources)
-            done = write_folder(
-                request, reading, existing, identity, _Unwatched(), threading.Event()
-            )
+            done = write_folder(Preparation(request, reading, existing), identity)
             corpus = Corpus(request.out, done)
     return corpus
 
@@ -155,16 +156,6 @@ def _holds_text(source: TextSource) -> bool:
         return bool(Path(source.copy).read_bytes().decode().strip())
     except UnicodeDecodeError:
         return False
-
-
-class _Unwatched:
-    """A watcher that ignores reports."""
-
-    def note(self, sentence: str) -> None:
-        pass
-
-    def progress(self, progress: PreparationProgress, total: int) -> None:
-        pass
 
 
 def _complete_corpus(folder: Path, identity: dict[str, Any]) -> Corpus | None:

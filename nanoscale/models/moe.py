@@ -97,16 +97,15 @@ class Router(nn.Module):
             products: Tensor = _RouterProduct.apply(tokens, weight.to(hidden.dtype))
         products = products if bias is None else products + bias.to(products.dtype)
         scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
-        chosen = choose_experts(self._biased(scores.detach()), self.top_k, self._load_of_pass())
+        load = self.load if torch.is_grad_enabled() else None  # counted in training alone
+        chosen = choose_experts(self._biased(scores.detach()), self.top_k, load)
         if self.penalty and torch.is_grad_enabled():
-            scores = _add_loss(scores, self.penalty * self.imbalance(scores, chosen, len(hidden)))
+            scores = _AddLoss.apply(
+                scores, self.penalty * self.imbalance(scores, chosen, len(hidden))
+            )
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalizes else weights
         return weights * self.scale if self.scale != 1 else weights, chosen
-
-    def _load_of_pass(self) -> Tensor | None:
-        """Return the counter of choices in a training's forward pass; None: nothing is counted."""
-        return self.load if torch.is_grad_enabled() else None
 
     def _biased(self, scores: Tensor) -> Tensor:
         """Return the scores by which experts are chosen."""
@@ -145,13 +144,9 @@ class Router(nn.Module):
         return (share * mean).sum()
 
 
-def _add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Return `x`; its backward pass adds `loss` to the loss."""
-    result: Tensor = _AddLoss.apply(x, loss)
-    return result
-
-
 class _AddLoss(torch.autograd.Function):
+    """The identity of `x`; its backward pass adds `loss` to the loss."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         return x.view_as(x)
@@ -303,9 +298,9 @@ def run_experts(
     if _supports_grouped_mm(of_gate, gate):
         if _leaves_unused_unwritten(of_gate.device):
             gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
-        matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
+        matmul: Any = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
     else:
-        matmul = partial(matmul_by_expert, load)
+        matmul = partial(_MatmulByExpert.apply, load)
     activate, lift = activations
     if not biases:
         return matmul(activate(matmul(of_gate, gate)) * lift(matmul(of_up, up)) * scales, down)
@@ -400,6 +395,8 @@ def _(load: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
 
 
 class _MatmulByExpert(torch.autograd.Function):
+    """The products in dtypes and on devices without a kernel for all experts."""
+
     @staticmethod
     def forward(ctx: Any, load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(load, rows, weight)
@@ -411,12 +408,6 @@ class _MatmulByExpert(torch.autograd.Function):
         load, rows, weight = ctx.saved_tensors
         of_weight = gradient_by_expert(load, rows, grad) if ctx.needs_input_grad[2] else None
         return None, multiply_by_expert(load, grad, weight.mT), of_weight
-
-
-def matmul_by_expert(load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Multiply in dtypes and on devices without a kernel for all experts."""
-    product: Tensor = _MatmulByExpert.apply(load, rows, weight)
-    return product
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:

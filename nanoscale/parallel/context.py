@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
         if isinstance(module, Attention | LatentAttention):
             module.core = make_core(method, group, config.model)
         if isinstance(module, Router):
-            module.sum_over_sequence = partial(_sum_also, module.sum_over_sequence, group)
+            module.sum_over_sequence = _summed_also(module.sum_over_sequence, group)
     if model.objective is not None:
         model.objective.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
         model.objective.counts_values = rank == 0
@@ -75,10 +76,8 @@ def make_division(method: str, group: dist.ProcessGroup, rank: int, degree: int)
     return Division(numbers[rank].tolist(), gather)
 
 
-def _sum_also(
-    sum_over_tp: Callable[[Tensor], Tensor], group: dist.ProcessGroup, counts: Tensor
-) -> Tensor:
-    return all_reduce(sum_over_tp(counts), "sum", group)
+def _summed_also(over_tp: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Any:
+    return lambda counts: all_reduce(over_tp(counts), "sum", group)
 
 
 def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:
@@ -139,15 +138,14 @@ class UlyssesAttention(CausalAttention):
         mask: Mask = None,
         *,
         sinks: Tensor | None = None,
-        sees_all: bool = False,
-        softcap: float | None = None,
+        **options: Any,
     ) -> Tensor:
         degree = dist.get_world_size(self.group)
         assert q.shape[1] % degree == k.shape[1] % degree == 0, "heads are divided over the ranks"
         q, k, v = (_exchange(x, 1, 2, self.group) for x in (q, k, v))
         if sinks is not None:
             sinks = sinks.chunk(degree)[dist.get_rank(self.group)]
-        out = super().forward(q, k, v, mask, sinks=sinks, sees_all=sees_all, softcap=softcap)
+        out = super().forward(q, k, v, mask, sinks=sinks, **options)
         return _exchange(out, 2, 1, self.group)
 
 

@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -74,11 +73,10 @@ def prepare_first(request: preparation.PreparationRequest, watcher: preparation.
         return folder
     with _locked(folder), preparation.interrupted() as stop:
         if not part_of(folder, 0).is_dir():  # another process was faster
-            tokenizer = preparation.write_tokenizer(
-                request, reading, tokenizer, folder, watcher, stop
-            )
+            job = preparation.Preparation(request, reading, tokenizer, watcher, stop)
+            tokenizer = preparation.write_tokenizer(job, folder)
             write_document(folder / _REQUEST, asdict(request) | {"out": str(request.out)})
-            parts = _Parts(folder, request, reading, tokenizer, identity, watcher, stop)
+            parts = _Parts(folder, job, tokenizer, identity)
             with closing(parts.write()) as published:
                 next(published, None)
     return folder
@@ -100,7 +98,8 @@ def prepare_rest(folder: Path, workers: int, report: Callable[[str], None]) -> N
     with _locked(folder):  # another training may prepare the same texts
         request, reading, tokenizer, identity = _reopened(folder)
         request = replace(request, workers=workers, skip_bad=True)
-        parts = _Parts(folder, request, reading, tokenizer, identity, _Silent(), threading.Event())
+        job = preparation.Preparation(request, reading, tokenizer)
+        parts = _Parts(folder, job, tokenizer, identity)
         for number, progress in parts.write():
             for bad in progress.shown[:1]:
                 left_out = counted(progress.bad, "bad record")
@@ -133,45 +132,35 @@ def _reopened(
     return request, reading, opened, identity
 
 
-class _Silent:
-    def note(self, sentence: str) -> None: ...
-
-    def progress(self, progress: Any, total: int) -> None: ...
-
-
 class _Parts:
     """The parts of a folder, from the first missing one on."""
 
     def __init__(
-        self, folder: Path, request: preparation.PreparationRequest, reading: Reading, tokenizer: Tokenizer,
-        identity: dict[str, Any], watcher: preparation.Watcher, stop: threading.Event,
+        self, folder: Path, job: preparation.Preparation, tokenizer: Tokenizer, identity: dict[str, Any]
     ) -> None:  # fmt: skip
-        self._folder, self._request, self._reading = folder, request, reading
+        self._folder, self._job = folder, job
         self._tokenizer, self._identity = tokenizer, identity
-        self._watcher, self._stop = watcher, stop
         self.number = 0
         while part_of(folder, self.number).is_dir():
             self.number += 1
-        self._sizes = [source.bytes for source in reading.sources]
+        self._sizes = [source.bytes for source in job.reading.sources]
         self._first = min(sum(self._sizes), identity["part"])
 
     def write(self) -> Generator[tuple[int, Any], None, None]:
         """Write the missing parts; yield the number and the progress of each when it is published."""
         if (self._folder / ALL_PARTS).is_file():
             return
-        file = self._folder / TOKENIZER
+        file, job = self._folder / TOKENIZER, self._job
         dtype = smallest_type(self._tokenizer.vocab_size)
-        setup = Setup(self._reading, file if file.is_file() else None, dtype)
-        chunks = read_chunks(self._reading, self._start())
-        with (
-            closing(chunks),
-            preparation.encoding(self._request.workers, chunks, setup, self._stop) as results,
-        ):
+        setup = Setup(job.reading, file if file.is_file() else None, dtype)
+        chunks = read_chunks(job.reading, self._start())
+        encoding = preparation.encoding(job.request.workers, chunks, setup, job.stop)
+        with closing(chunks), encoding as results:
             part, size = self._new(dtype), 0
             for chunk, encoded in results:
                 part.add(chunk, encoded)
-                preparation.refuse_bad(part.progress, self._request)
-                self._watcher.progress(part.progress, self._first)
+                preparation.refuse_bad(part.progress, job.request)
+                job.watcher.progress(part.progress, self._first)
                 size += _size(chunk)
                 if size >= self._identity["part"] and part.progress.train.documents:
                     yield self._publish(part)
@@ -192,8 +181,7 @@ class _Parts:
     def _new(self, dtype: Any) -> UnfinishedFolder:
         temporary = self._folder / f".{uuid.uuid4().hex}"
         (temporary / "whole").mkdir(parents=True)
-        request = self._request
-        return UnfinishedFolder(temporary, dtype, self._sizes, request.is_chat)
+        return UnfinishedFolder(temporary, dtype, self._sizes, self._job.request.is_chat)
 
     def _publish(self, part: UnfinishedFolder) -> tuple[int, Any]:
         number, progress = self.number, part.progress

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,12 +69,29 @@ class PreparationRequest:
 
 
 class Watcher(Protocol):
-    """A receiver of progress reports."""
+    """A receiver of progress reports, which ignores them by default."""
 
     def note(self, sentence: str) -> None: ...
 
     def progress(self, progress: PreparationProgress, total: int) -> None:
         """Report progress: `progress.read` of the `total` bytes of all sources are read."""
+
+
+class Silent(Watcher):
+    """A receiver that ignores all reports."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A request with its sources and its tokenizer, and the work on it."""
+
+    request: PreparationRequest
+    reading: Reading
+    tokenizer: tokenizers.Tokenizer | None
+    """None: it is trained on the sources."""
+    watcher: Watcher = field(default_factory=Silent)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, the work is interrupted after the current chunk."""
 
 
 def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
@@ -101,7 +118,7 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     if not request.skip_bad:
         _refuse_unreadable(reading)
     with interrupted() as stop:
-        return write_folder(request, reading, tokenizer, identity, watcher, stop)
+        return write_folder(Preparation(request, reading, tokenizer, watcher, stop), identity)
 
 
 def inputs_of(request: PreparationRequest) -> tuple[Reading, tokenizers.Tokenizer | None]:
@@ -124,25 +141,16 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, tokenizers.Tokenize
     return reading, tokenizer
 
 
-def write_folder(
-    request: PreparationRequest,
-    reading: Reading,
-    tokenizer: tokenizers.Tokenizer | None,
-    identity: dict[str, Any],
-    watcher: Watcher,
-    stop: threading.Event,
-) -> dict[str, Any]:
-    """Tokenize what `reading` describes into the folder `request.out`, which does not exist, as `prepare`.
-
-    A `tokenizer` of None is trained. `stop` interrupts the work after the current chunk.
-    """
+def write_folder(job: Preparation, identity: dict[str, Any]) -> dict[str, Any]:
+    """Tokenize the sources into the folder `request.out`, which does not exist, as `prepare`."""
+    request = job.request
     with folder.opened(request.out, identity) as path:
         whole = path / "whole"
-        tokenizer = write_tokenizer(request, reading, tokenizer, whole, watcher, stop)
-        sizes = [source.bytes for source in reading.sources]
+        tokenizer = write_tokenizer(job, whole)
+        sizes = [source.bytes for source in job.reading.sources]
         dtype = smallest_type(tokenizer.vocab_size)
         unfinished = UnfinishedFolder(path, dtype, sizes, request.kind != "text")
-        _fill(unfinished, path, request, reading, watcher, stop)
+        _fill(unfinished, path, job)
         _refuse_empty(unfinished.progress, request)
         unfinished.publish(
             request.out, manifest_of(identity, tokenizer, whole, unfinished.progress)
@@ -152,40 +160,28 @@ def write_folder(
     return result
 
 
-def write_tokenizer(
-    request: PreparationRequest,
-    reading: Reading,
-    tokenizer: tokenizers.Tokenizer | None,
-    whole: Path,
-    watcher: Watcher,
-    stop: threading.Event,
-) -> tokenizers.Tokenizer:
-    """Write a tokenizer, which None trains, and the template of chats into a folder; return the tokenizer."""
-    if reading.template is not None and reading.template.source == PLAIN:
-        watcher.note(
+def write_tokenizer(job: Preparation, whole: Path) -> tokenizers.Tokenizer:
+    """Write the tokenizer, and the template of chats, into a folder; return the tokenizer."""
+    template, tokenizer = job.reading.template, job.tokenizer
+    if template is not None and template.source == PLAIN:
+        job.watcher.note(
             "the tokenizer has no chat template: messages are written as `User: …` and `Assistant: …` "
             "(--chat-template FILE for another)"
         )
     if tokenizer is None:
-        tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
+        tokenizer = _train_tokenizer(job, whole / TOKENIZER)
     elif isinstance(tokenizer, tokenizers.FileTokenizer):
         end = {"eos_token": tokenizer.name_of(tokenizer.eos)}
         folder.write_document(whole / tokenizers.CONFIG, tokenizers.config_of(tokenizer.path) | end)
         folder.write_whole(whole / TOKENIZER, [tokenizer.path.read_bytes()])
-    if reading.template is not None:
-        folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
+    if template is not None:
+        folder.write_whole(whole / TEMPLATE, [template.source.encode()])
     return tokenizer
 
 
-def _fill(
-    unfinished: UnfinishedFolder,
-    path: Path,
-    request: PreparationRequest,
-    reading: Reading,
-    watcher: Watcher,
-    stop: threading.Event,
-) -> None:
+def _fill(unfinished: UnfinishedFolder, path: Path, job: Preparation) -> None:
     """Tokenize everything after the last commit."""
+    request, reading, watcher = job.request, job.reading, job.watcher
     total = sum(source.bytes for source in reading.sources)
     file = path / "whole" / TOKENIZER
     setup = Setup(reading, file if file.exists() else None, unfinished.dtype)
@@ -194,7 +190,7 @@ def _fill(
     refuse_bad(unfinished.progress, request, path)
     chunks = read_chunks(reading, unfinished.progress.cursor)
     committed = time.monotonic()
-    with closing(chunks), encoding(request.workers, chunks, setup, stop) as results:
+    with closing(chunks), encoding(request.workers, chunks, setup, job.stop) as results:
         try:
             for chunk, encoded in results:
                 unfinished.add(chunk, encoded)
@@ -257,32 +253,26 @@ def _refuse_empty(progress: PreparationProgress, request: PreparationRequest) ->
         raise UserError("data", f"--validation {request.validation}: {what}", [violation])
 
 
-def _train_tokenizer(
-    request: PreparationRequest,
-    reading: Reading,
-    whole: Path,
-    watcher: Watcher,
-    stop: threading.Event,
-) -> tokenizers.Tokenizer:
+def _train_tokenizer(job: Preparation, target: Path) -> tokenizers.Tokenizer:
     """Return a BPE of the sources; an earlier attempt may have trained it."""
-    target = whole / TOKENIZER
     if not target.exists():
-        watcher.note(f"training a tokenizer of {request.vocab_size:,} tokens")
+        size = job.request.vocab_size
+        job.watcher.note(f"training a tokenizer of {size:,} tokens")
         temporary = target.with_name(f"{TOKENIZER}.trained")
-        tokenizers.train_bpe(_sample(request, reading, stop), request.vocab_size, temporary)
+        tokenizers.train_bpe(_sample(job), size, temporary)
         folder.write_whole(target, [temporary.read_bytes()])
         temporary.unlink()
     return tokenizers.load(target)
 
 
-def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event) -> Iterator[str]:
+def _sample(job: Preparation) -> Iterator[str]:
     """Yield texts to train a tokenizer on: the beginning of every source, without held-out documents."""
-    sources = reading.sources
+    request, reading, sources = job.request, job.reading, job.reading.sources
     share = min(1.0, _SAMPLE / sum(source.bytes for source in sources))
     for number, source in enumerate(sources):
         start = Cursor(number)
         for chunk in read_chunks(replace(reading, sources=sources[: number + 1]), start):
-            if stop.is_set():
+            if job.stop.is_set():
                 raise KeyboardInterrupt
             documents = Documents(chunk, reading)
             yield from (document.text for document, is_held_out in documents if not is_held_out)
