@@ -60,9 +60,10 @@ class Link:
         self._reader = reader
         self._sender = messages.Sender(writer)
         self._ending = threading.Event()
-        self._orders: queue.Queue[Message] = queue.Queue()
+        self.orders: queue.Queue[Message] = queue.Queue()
         self._deferred: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._lost_after_s: float | None = _FIRST_SILENCE_S
+        self.lost_after_s: float | None = _FIRST_SILENCE_S
+        """Seconds of silence upon which the launcher is lost; None: it is lost at the end of the stream."""
 
     @classmethod
     def over_standard_streams(cls) -> Link:
@@ -102,13 +103,6 @@ class Link:
         """Send a message from a signal handler, which may have interrupted a `send`."""
         self._deferred.put({"kind": kind, **content})
 
-    def next_order(self) -> Message:
-        return self._orders.get()
-
-    def expect_beats(self, lost_after_s: float | None) -> None:
-        """Consider the launcher lost after this much silence; None: only at the end of the stream."""
-        self._lost_after_s = lost_after_s
-
     def _beat(self) -> None:
         message = messages.BEAT
         while True:
@@ -133,11 +127,8 @@ class Link:
                 for message in unpacker.feed(data):
                     if isinstance(message, dict):
                         self._handle(message)
-            elif (
-                self._lost_after_s is not None
-                and time.monotonic() - last_heard > self._lost_after_s
-            ):
-                self._end(f"no heartbeat from the launcher for {self._lost_after_s:g} s")
+            elif (limit_s := self.lost_after_s) and time.monotonic() - last_heard > limit_s:
+                self._end(f"no heartbeat from the launcher for {limit_s:g} s")
 
     def _handle(self, message: Message) -> None:
         match message["kind"]:
@@ -155,7 +146,7 @@ class Link:
                 if self.is_starting:
                     self._end("the attempt was ended before its ranks had started")
             case _:
-                self._orders.put(message)
+                self.orders.put(message)
 
     def _end(self, reason: str) -> None:
         """End all processes, this one last; errors on the way are ignored."""

@@ -63,7 +63,7 @@ def _serve(link: Link, job: Job | None) -> None:
     port: ReservedPort | None = None
     store, watches = None, False
     keeper: MemoryKeeper | None = None
-    while (order := link.next_order())["kind"] != "quit":
+    while (order := link.orders.get())["kind"] != "quit":
         if order["kind"] == "prepare":
             if store is not None:
                 store.kill()
@@ -102,7 +102,7 @@ def _prepare(
     os.environ.update(order["environment"])
     if order["slots"]:
         os.environ.update(cores_per_rank(cores(), order["slots"]) | order["environment"])
-    link.expect_beats(order["lost_after_s"])
+    link.lost_after_s = order["lost_after_s"]
     if order["will_launch"]:
         _start_fork_server(job, link.scratch)
     memory = keeper.facts() if keeper else None

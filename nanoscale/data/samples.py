@@ -309,13 +309,10 @@ def pack(lengths: np.ndarray, room: int) -> np.ndarray:
     for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         sequence_of[longest_first[start : start + count]] = sequences.place(length, count)
         start += count
-    return _by_first_document(sequence_of, sequences.number)
-
-
-def _by_first_document(sequence_of: np.ndarray, number: int) -> np.ndarray:
-    first_document = np.empty(number, dtype=np.int64)
-    # the first document is written last
-    first_document[sequence_of[::-1]] = np.arange(len(sequence_of))[::-1]
+    first_document = np.empty(sequences.number, dtype=np.int64)
+    first_document[sequence_of[::-1]] = np.arange(len(sequence_of))[
+        ::-1
+    ]  # the first is written last
     return first_document.argsort().argsort()[sequence_of]
 
 

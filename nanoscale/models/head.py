@@ -178,11 +178,6 @@ def _own_loss(
     return torch.stack(losses).sum()
 
 
-def _capped(logits: Tensor, softcap: float) -> Tensor:
-    """Replace logits by c · tanh(logit / c) (Gemma Team 2024, arXiv:2408.00118, section 2), in place."""
-    return logits.div_(softcap).tanh_().mul_(softcap)
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -270,7 +265,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             needs_grad = hidden_needs_grad or weight_needs_grad
             logits, slope = chunk @ weight.t(), None
             if softcap is not None:
-                logits = _capped(logits, softcap)
+                logits.div_(softcap).tanh_().mul_(
+                    softcap
+                )  # Gemma Team 2024, arXiv:2408.00118, section 2
                 slope = 1 - (logits / softcap).square_() if needs_grad else None
             grad_logits = chunk_loss(logits, chunk_targets, loss, needs_grad)
             del logits

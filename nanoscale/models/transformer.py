@@ -107,10 +107,18 @@ class Transformer(nn.Module):
         masks = self.make_masks(inputs, length, documents)
         if documents is not None:
             positions = positions_in_documents(masks[0], len(inputs), length)[:, positions]
-        hidden = self._embed(inputs, positions) if self.first else inputs
+        hidden = inputs
+        if self.first:
+            hidden = scaled(self.embed(inputs), self.shape.embed_scale)
+            if self.shape.position == "learned":
+                hidden = hidden + self.positions(positions)
         rotations = self._rotations(positions, hidden.dtype, length)
         hidden = self.run_layers(self.layers, hidden, rotations, masks)
-        return self._apply_head(hidden, targets, references) if self.last else hidden
+        if not self.last:
+            return hidden
+        hidden = scaled(self.norm(hidden), self.shape.logit_scale)
+        tied = () if self.has_separate_head else (self.embed.weight,)
+        return self.head(hidden, *tied, targets, references)
 
     @property
     def has_separate_head(self) -> bool:
@@ -134,10 +142,6 @@ class Transformer(nn.Module):
         """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = scaled(self.embed(tokens), self.shape.embed_scale)
-        return hidden + self.positions(positions) if self.shape.position == "learned" else hidden
-
     def _rotations(self, positions: Tensor, dtype: torch.dtype, length: int) -> Rotations:
         shape = self.shape
         if shape.position != "rope":
@@ -155,13 +159,6 @@ class Transformer(nn.Module):
             return span, span
         every = AttentionSpan.whole(len(inputs), length, inputs.device) if span is None else span
         return span, every._replace(window=window)
-
-    def _apply_head(
-        self, hidden: Tensor, targets: Tensor | None, references: Tensor | None
-    ) -> Tensor:
-        hidden = scaled(self.norm(hidden), self.shape.logit_scale)
-        tied = () if self.has_separate_head else (self.embed.weight,)
-        return self.head(hidden, *tied, targets, references)
 
 
 def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:

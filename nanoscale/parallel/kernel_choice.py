@@ -39,20 +39,14 @@ def set_kernels(config: ResolvedConfig) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds in any order
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if config.precision.deterministic or _computes_replicas(config):
+    # Without sequence parallelism the ranks of a tp group compute the same residual stream and gradients of
+    # norms, which must stay equal bit for bit; the compiler would choose kernels by its own timings.
+    parallel = config.parallel
+    replicas = parallel.tp > 1 and not parallel.sequence_parallel
+    if config.precision.deterministic or (replicas and config.backend.compile == "on"):
         from torch._inductor import config as inductor
 
         inductor.deterministic = True
-
-
-def _computes_replicas(config: ResolvedConfig) -> bool:
-    """True if compiled code of several ranks computes the same tensors, which must stay equal bit for bit.
-
-    Without sequence parallelism the ranks of a tp group compute the whole residual stream and the gradients of
-    norms. The compiler would choose kernels of reductions by its own timings on each rank.
-    """
-    parallel = config.parallel
-    return config.backend.compile == "on" and parallel.tp > 1 and not parallel.sequence_parallel
 
 
 def kernels_in_use(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:

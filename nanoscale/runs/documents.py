@@ -46,20 +46,16 @@ def read_record(kind: type[T], path: Path) -> T:
         UserError: it is damaged, or a field is missing or of another type.
     """
     values = read_document(path)
-    hints = _hints(cast("Any", kind))
+    hints, present = _hints(cast("Any", kind)), {}
     for field in fields(cast("Any", kind)):
         if field.name in values:
-            if not fits_type(hints[field.name], values[field.name]):
+            hint, value = hints[field.name], values[field.name]
+            if not fits_type(hint, value):
                 raise damaged(path, f"has a `{field.name}` of another type than expected")
+            present[field.name] = tuple(value) if get_origin(hint) is tuple else value
         elif field.default is MISSING and field.default_factory is MISSING:
             raise damaged(path, f"has no `{field.name}`")
-    fields_present = {name: values[name] for name in hints if name in values}
-    return kind(
-        **{
-            name: tuple(value) if get_origin(hints[name]) is tuple else value
-            for name, value in fields_present.items()
-        }
-    )
+    return kind(**present)
 
 
 _hints = cache(get_type_hints)

@@ -75,9 +75,8 @@ class MemoryOrder:
 
 def write_order(order: MemoryOrder) -> None:
     path = Path(order.folder) / ORDER
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(asdict(order), file)
+    path.touch(0o600)
+    path.write_text(json.dumps(asdict(order)), encoding="utf-8")
 
 
 def read_order() -> MemoryOrder | None:

@@ -28,7 +28,7 @@ def test_each_rank_gets_its_share_of_threads_and_of_compilations(cores, ranks, t
 def test_ranks_inherit_the_shares_unless_somebody_chose(tmp_path, monkeypatch, asked, compiling):
     monkeypatch.setattr(agent, "cores", lambda: 8)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    link = SimpleNamespace(expect_beats=lambda _: None, send=lambda *_, **__: None)
+    link = SimpleNamespace(send=lambda *_, **__: None)
     order = {
         "environment": asked, "slots": 4, "lost_after_s": 60.0, "will_launch": False,
         "root": str(tmp_path), "probe": "probe", "cache_dir": None, "master_addr": "localhost",

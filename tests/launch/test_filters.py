@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import Setting
 from nanoscale.config.rules import Host
-from nanoscale.launch.hosts.hosts import exclude, include, parse, read_filter
+from nanoscale.launch.hosts.hosts import parse, read_filter, with_filter
 from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
 
@@ -22,6 +23,10 @@ HOSTS = "w0 slots=4\nw1 slots=4\nme@w2 slots=1\nfe80::1%eth0 slots=4\n"
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text(HOSTS)
+
+
+include = partial(with_filter, includes=True)
+exclude = partial(with_filter, includes=False)
 
 
 def chosen(text: str, keep=include, hosts: str = HOSTS) -> dict[str, list[int]]:

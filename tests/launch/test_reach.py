@@ -11,7 +11,7 @@ import pytest
 
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config, Launcher
-from nanoscale.launch.hosts.hosts import exclude, read_filter
+from nanoscale.launch.hosts.hosts import read_filter, with_filter
 from nanoscale.launch.transport.connection_errors import explain
 from nanoscale.launch.transport.transport import Transport, transport_of
 from tests.support.recipes import changed
@@ -118,7 +118,7 @@ def test_the_filter_that_a_remedy_names_leaves_the_lost_host_out(
     _, remedy = explain(host, by(launcher), None, "", 20.0)
     (text,) = shlex.split(remedy.partition("--exclude ")[2])
     chosen, problems = read_filter(text, HOSTS, "hosts")
-    left = {one.name: one.slots for one in exclude(HOSTS, chosen)}
+    left = {one.name: one.slots for one in with_filter(HOSTS, chosen, includes=False)}
     assert not problems and host.name not in left
     if host.name != "node2.lab":
         assert left["node2.lab"] == (4 if excluded is None else 3)

@@ -168,7 +168,10 @@ class Documents:
             hint = "; chats are prepared with --chat" if is_chat else ""
             raise RecordError(f"{error}{hint}") from error
         if not isinstance(text, str):
-            raise RecordError(f"its field {field!r} holds {_type_name(text)}, not text")
+            names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
+            names[type(None)] = "null"
+            what = names.get(type(text), "an object")
+            raise RecordError(f"its field {field!r} holds {what}, not text")
         return Chat(text, (), self._label(record) if self._reading.kind == "labels" else None)
 
     def _label(self, record: dict[str, Any]) -> int:
@@ -291,8 +294,3 @@ def _tokens(
     lengths = np.array([len(ids) for ids in documents], dtype="<i4")
     tokens = b"".join(ids.tobytes() for ids in documents)
     return Tokens(tokens, lengths.tobytes(), b"".join(marks))
-
-
-def _type_name(value: Any) -> str:
-    names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
-    return "null" if value is None else names.get(type(value), "an object")

@@ -149,14 +149,13 @@ def _active(run: RunDirectory, what: str, *suggestions: str) -> UserError:
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
     """Return the jobs of the runs that have one. Each batch system is asked once, about jobs that may run."""
     handed = {run: one for run in runs if (one := submission.find(run)) is not None}
-    jobs = _ask([one for run, one in handed.items() if _may_be_queued(run, one)])
+    may_run = []  # it has not ended since the job was submitted
+    for run, one in handed.items():
+        now = status.read(run)
+        if now.state in _UNSETTLED or now.ended is None or now.ended < one.time:
+            may_run.append(one)
+    jobs = _ask(may_run)
     return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
-
-
-def _may_be_queued(run: RunDirectory, one: Submission) -> bool:
-    """True if the run has not ended since the job was submitted."""
-    recorded = status.read(run)
-    return recorded.state in _UNSETTLED or recorded.ended is None or recorded.ended < one.time
 
 
 def _ask(handed: Sequence[Submission]) -> dict[str, Job]:

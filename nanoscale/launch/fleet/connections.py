@@ -82,11 +82,6 @@ class Member:
         return self.process.exit_code()
 
     @property
-    def is_connected(self) -> bool:
-        """True while the command that started the agent runs."""
-        return self.process is not None and self.process.exit_code() is None
-
-    @property
     def port(self) -> int | None:
         """The port that its agent has reserved for the rendezvous; None if it has not answered."""
         return self.facts["port"] if self.facts is not None else None

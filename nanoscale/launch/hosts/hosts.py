@@ -202,39 +202,28 @@ def select(
         suggestions = ("launcher.exclude=null", "launcher.include=null")
         return [], [composed.violation("launcher.exclude", message, *suggestions)]
     if include_text is not None:
-        key, text, apply_filter = "launcher.include", include_text, include
+        key, text = "launcher.include", include_text
     elif exclude_text is not None:
-        key, text, apply_filter = "launcher.exclude", exclude_text, exclude
+        key, text = "launcher.exclude", exclude_text
     else:
         return list(hosts), []
     chosen, problems = read_filter(text, hosts, file)
-    remaining = apply_filter(hosts, chosen)
+    remaining = with_filter(hosts, chosen, includes=include_text is not None)
     if not problems and not remaining:
         problems = [f"leaves no slot of {file}"]
     return remaining, [composed.violation(key, problem, f"{key}=null") for problem in problems]
 
 
-def include(hosts: Sequence[Host], chosen: ChosenSlots) -> list[Host]:
-    """Return only the named hosts and slots."""
-    named = [(host, canonical(host.name)) for host in hosts]
-    return [_with_slots(host, chosen[name]) for host, name in named if name in chosen]
-
-
-def exclude(hosts: Sequence[Host], chosen: ChosenSlots) -> list[Host]:
-    """Return all but the named ones; a host without remaining slots is dropped."""
-    remaining_hosts = []
+def with_filter(hosts: Sequence[Host], chosen: ChosenSlots, *, includes: bool) -> list[Host]:
+    """Return only the named hosts and slots, or all others; a host without remaining slots is dropped."""
+    remaining = []
     for host in hosts:
-        excluded = chosen.get(canonical(host.name), set())
-        remaining = set() if excluded is None else set(range(host.slots)) - excluded
-        if remaining:
-            remaining_hosts.append(_with_slots(host, remaining if excluded else None))
-    return remaining_hosts
-
-
-def _with_slots(host: Host, slots: set[int] | None) -> Host:
-    if slots is None:
-        return host
-    return replace(host, slots=len(slots), devices=tuple(sorted(slots)))
+        named = chosen.get(canonical(host.name), set())
+        if not named:  # all of its slots are named, or none
+            remaining += [host] if includes == (named is None) else []
+        elif slots := named if includes else set(range(host.slots)) - named:
+            remaining.append(replace(host, slots=len(slots), devices=tuple(sorted(slots))))
+    return remaining
 
 
 # --- reading --------------------------------------------------------------------------------------

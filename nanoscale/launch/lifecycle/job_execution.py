@@ -102,7 +102,8 @@ class JobExecution:
         for member in self.members:
             self.fleet.give_up(member)
         deadline = time.monotonic() + _KILL_S
-        while any(member.is_connected for member in self.members) and time.monotonic() < deadline:
+        commands = [member.process for member in self.members if member.process is not None]
+        while any(it.exit_code() is None for it in commands) and time.monotonic() < deadline:
             self.fleet.poll(_POLL_S)
 
     @property

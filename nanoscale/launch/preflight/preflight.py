@@ -43,7 +43,7 @@ def require_ready(fleet: Fleet, config: Config) -> None:
     Lost hosts are listed next to the others. Lost hosts alone are not an error of the request: the attempt
     fails by them, or continues without them.
     """
-    failed = [it for it in judge(fleet.members, config) if not it.good and it.needed]
+    failed = _failed(fleet.members, config)
     lost = {member.name for member in fleet.members if not member.is_present}
     if all(verdict.host in lost for verdict in failed):
         return
@@ -58,9 +58,8 @@ def obstacle(member: Member, others: Sequence[Member], config: Config) -> str | 
     """Return the first reason why a host cannot run the job together with others; None if there is none."""
     if not config.launcher.preflight:
         return None
-    verdicts = judge([*others, member], config)
-    bad = (it for it in verdicts if it.host == member.name and it.needed and not it.good)
-    return next((it.finding for it in bad), None)
+    bad = (it.finding for it in _failed([*others, member], config) if it.host == member.name)
+    return next(bad, None)
 
 
 def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
@@ -68,8 +67,7 @@ def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
 
     None if there are none.
     """
-    bad = [it for it in judge(members, config) if not it.good and it.needed]
-    failed = [verdict for verdict in bad if verdict.check in _COMPARED]
+    failed = [it for it in _failed(members, config) if it.check in _COMPARED]
     if not failed:
         return None
     hosts = "; ".join(
@@ -83,6 +81,10 @@ def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
     """Return all verdicts, host by host. Unknown facts give no verdict."""
     hosts = _Hosts(members, config)
     return [verdict for member in members for verdict in _verdicts(hosts, member)]
+
+
+def _failed(members: Sequence[Member], config: Config) -> list[Verdict]:
+    return [it for it in judge(members, config) if not it.good and it.needed]
 
 
 def can_compute(verdict: Verdict) -> bool:
