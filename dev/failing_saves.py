@@ -30,6 +30,7 @@ from nanoscale.checkpoint.saver import Saver
 from nanoscale.config.schema import Checkpoint
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 ACTS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "symlink", "scandir")
 SAVED, RAISED, OTHER = 0, 1, 2
@@ -147,7 +148,7 @@ def fail_each_act(folder: Path, number: int) -> int:
     failing = wrong = 0
     outcomes: Counter[tuple[str, str]] = Counter()
     while True:
-        run = RunDirectory.create(folder, f"{errno.errorcode[number]}-{failing}")
+        run = create_run(folder, f"{errno.errorcode[number]}-{failing}")
         fence.begin(run, 1)
         save(run, 1, 1)
         how, done = save_in_a_process(run, failing, number)

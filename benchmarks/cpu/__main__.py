@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.support.runs import create_run
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PEERS = ("nanoscale", "torch", "hydra-core", "typer", "deepspeed", "transformers", "accelerate")
@@ -73,7 +75,6 @@ def bench_runs(turns: int = 6, count: int = 200) -> list[Row]:
     from nanoscale.config.composing.frozen import dump
     from nanoscale.config.rules import Devices, check
     from nanoscale.runs import status
-    from nanoscale.runs.directory import RunDirectory
 
     composed = compose(["recipe=debug"])
     text = dump(check(composed, Devices("cpu", 1)), composed.config)
@@ -89,7 +90,7 @@ def bench_runs(turns: int = 6, count: int = 200) -> list[Row]:
     )
     with tempfile.TemporaryDirectory() as folder:
         for number in range(count):
-            made = RunDirectory.create(Path(folder), f"run-{number}")
+            made = create_run(Path(folder), f"run-{number}")
             made.config.write_text(text)
             status.write(
                 made, status.Status("prepared", 0, float(number)).starting(1).ending("completed", 0)

@@ -26,7 +26,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.data.dataset import open_data
 from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 SHAPE = ("model.hidden=512", "model.heads=16", "model.ffn=1408")
 
@@ -42,7 +42,7 @@ def main(turns: int = 5, layers: int = 6) -> None:
         words = ["recipe=tiny", *SHAPE, f"model.layers={layers}"]
         words += ["launcher.device=cpu", f"run.root={folder}"]
         config = check(compose(words), Devices("cpu", 1))
-        run = RunDirectory.create(folder, "bench")
+        run = create_run(folder, "bench")
         run.config.write_text(frozen.dump(config))
         fence.begin(run, 0)
         engine = NativeEngine(config, torch.device("cpu"))

@@ -43,12 +43,12 @@ from nanoscale.parallel import process_group
 from nanoscale.processes.network import ReservedPort
 from nanoscale.processes.proc import keep_freed_memory
 from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Training
+from tests.support.runs import create_run
 
 NAMES = ("plain", "ours", "deepspeed", "trainer")
 WARM_UP = 4
@@ -207,7 +207,7 @@ class Ours:
 
     def __init__(self, config: ResolvedConfig, data: Dataset, folder: Path) -> None:
         device, rank = torch.device("cpu"), int(os.environ.get("RANK", "0"))
-        run = RunDirectory.create(folder, "bench")
+        run = create_run(folder, "bench")
         run.config.write_text(frozen.dump(config))
         fence.begin(run, 0)
         workspace = run.workspace(0)

@@ -162,17 +162,6 @@ class RunDirectory:
         return self.attempt_logs(attempt) / f"{host}.rank-{rank}.failure.json"
 
     @classmethod
-    def create(cls, root: Path, name: str) -> RunDirectory:
-        """Create the folder of a new run.
-
-        Raises:
-            UserError: the name is used or invalid, or the root cannot be written to.
-        """
-        with cls.build(root, name):
-            pass
-        return cls(_absolute(root) / name)
-
-    @classmethod
     @contextmanager
     def build(cls, root: Path, name: str) -> Iterator[RunDirectory]:
         """Fill the folder of a new run in a temporary place; it gets its name when the block succeeds.

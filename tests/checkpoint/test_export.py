@@ -30,10 +30,10 @@ from nanoscale.models.initialization import initialize
 from nanoscale.models.moe import BIAS_UNIT
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
 from tests.support.hf_families import FAMILIES, logits, save, tokens
 from tests.support.jobs import SEQ_LEN, make_config, make_run, read_metrics, train
 from tests.support.rows import exhaustive
+from tests.support.runs import create_run
 from tests.support.token_files import write_indexed
 
 ABOUT = {"step": 7, "consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
@@ -55,7 +55,7 @@ def from_pretrained(folder: Path) -> Any:
 def checkpoint_of(
     model: Transformer, folder: Path, others: State | None = None
 ) -> store.StoredCheckpoint:
-    run = RunDirectory.create(folder, "run")
+    run = create_run(folder, "run")
     fence.begin(run, 1)
     state = dict(state_of(model)) | (others or {})
     path = sharded.save(run.workspace(1), state, ABOUT)

@@ -27,6 +27,7 @@ from nanoscale.runs.fence import FencedError
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train.job import make_note
 from tests.support.ranks import run_ranks
+from tests.support.runs import create_run
 
 STATE = {"a": torch.arange(10.0), "b": torch.ones(3, 5)}
 ROOT = str(Path(__file__).parents[2])
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def begun(folder: Path) -> RunDirectory:
-    run = RunDirectory.create(folder, "x")
+    run = create_run(folder, "x")
     fence.begin(run, 1)
     for step in (1, 2, 3):
         sharded.save(run.workspace(1), STATE, {"step": step})

@@ -20,6 +20,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.launch.lifecycle.continuation import fetch_missing, upload_missing
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 from tests.support.s3_server import BUCKET, FaultyProxy, s3_environment, s3_server
 from tests.support.waiting import wait_until
 
@@ -50,7 +51,7 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     fence.begin(run, 1)
     return run
 

@@ -20,6 +20,7 @@ from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, write_json
 from tests.cli import Capsys
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 MIB = 2**20
 TRAIN = ["train", "recipe=debug", "launcher.device=cpu", "model.hidden=128", "--dry-run"]
@@ -89,7 +90,7 @@ def test_a_machine_in_no_table_is_described_by_the_keys_that_are_named(capsys: C
 def test_a_run_on_gpus_that_no_table_has_is_calibrated_with_the_cluster_named(
     capsys: Capsys,
 ) -> None:
-    _trained_on(RunDirectory.create(Path("runs"), "old"), "Strange 9000")
+    _trained_on(create_run(Path("runs"), "old"), "Strange 9000")
     calibrate = ["plan", "--calibrate", "old"]
     (wrong,) = refused(capsys, *calibrate)["violations"]
     (word,) = re.findall(r"type (cluster=\w+)", wrong["message"])

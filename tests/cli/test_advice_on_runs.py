@@ -18,10 +18,10 @@ from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import Owner, terminate
 from tests.cli import Capsys
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 from tests.support.token_files import write_indexed
 
 LIMIT_S = 120.0
@@ -52,7 +52,7 @@ def advised(capsys: Capsys, *words: str) -> list[str]:
 
 def test_the_command_for_the_host_that_holds_a_run_is_read_by_the_shell_there() -> None:
     """ssh begins in another folder, and the run has ended meanwhile."""
-    run = RunDirectory.create(Path("runs"), "a run; 'x'")
+    run = create_run(Path("runs"), "a run; 'x'")
     run.config.write_text(dump(check(changed(), Devices("cpu", 2))))
     holder = Owner("another-host", 1, "me", 0.0, "nanoscale train")
     with pytest.raises(UserError) as error:

@@ -19,11 +19,11 @@ from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Train
 from nanoscale.launch.lifecycle.bench import compare_figures, document
 from nanoscale.metrics.step_parts import PARTS
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.measured_text import _parts
 from tests.cli import Capsys
 from tests.support.jobs import make_config
 from tests.support.recipes import complete
+from tests.support.runs import create_run
 
 LIMIT_S = 60.0
 
@@ -200,7 +200,7 @@ def test_figures_beside_a_run(tmp_path: Path) -> None:
     from nanoscale.launch.lifecycle.bench import read_other
 
     config = make_config(tmp_path, dp=2)
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     from nanoscale.config.composing import frozen
 
     run.config.write_text(frozen.dump(config))

@@ -10,6 +10,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, checkpoint_path
 from tests.cli import Capsys
+from tests.support.runs import create_run
 
 ABOUT = {
     "consumed_samples": 40,
@@ -22,7 +23,7 @@ ABOUT = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    directory = RunDirectory.create(tmp_path, "run")
+    directory = create_run(tmp_path, "run")
     directory.config.write_text("")
     fence.begin(directory, 1)
     for step in (5, 10):
@@ -69,7 +70,7 @@ def test_verify_names_the_damaged_file(run: RunDirectory, capsys: Capsys) -> Non
 
 
 def test_a_run_without_checkpoints(tmp_path: Path, capsys: Capsys) -> None:
-    directory = RunDirectory.create(tmp_path, "run")
+    directory = create_run(tmp_path, "run")
     directory.config.write_text("")
     assert nanoscale(["checkpoints", "ls", str(directory.path)]) == 0
     assert "no checkpoints" in capsys.readouterr().out

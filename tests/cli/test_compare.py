@@ -19,6 +19,7 @@ from nanoscale.view.job_text import seen_text
 from nanoscale.view.run.outcome_text import print_outcome
 from tests.cli import Capsys
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 BAD = [
     ["a"],
@@ -34,7 +35,7 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a: 8 steps of 1 s with 100 tokens. Run b: 4 steps of 4 s with 200 tokens."""
     monkeypatch.chdir(tmp_path)
     for name, steps, tokens, seconds in (("a", 8, 100, 1.0), ("b", 4, 200, 4.0)):
-        run = RunDirectory.create(Path("runs"), name)
+        run = create_run(Path("runs"), name)
         config = check(changed(f"run.name={name}", f"train.steps={steps}"), Devices("cpu", 2))
         run.config.write_text(dump(config))
         begun = status.Status("prepared", 0, 1.0).starting(1)

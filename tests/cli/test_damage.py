@@ -20,9 +20,10 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.command import plan_launch
 from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, fence, status
-from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.directory import write_json
 from nanoscale.view.plan.prediction import document as plan_document
 from tests.cli import Capsys
+from tests.support.runs import create_run
 
 COMMANDS = {
     "runs ls": ("runs", "ls"),
@@ -78,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that has every file."""
     root = tmp_path_factory.mktemp("whole") / "runs"
     composed = compose(["recipe=debug", "cluster=cpu", "train.steps=40", "run.name=r"])
-    run, config = RunDirectory.create(root, "r"), check(composed, Devices("cpu", 2))
+    run, config = create_run(root, "r"), check(composed, Devices("cpu", 2))
     run.config.write_text(dump(config, composed.config))
     status.write(run, status.Status("prepared", 0, 100.0).starting(1).ending("failed", 1))
     write_json(run.plan, plan_document(predict(config)))

@@ -12,8 +12,8 @@ import pytest
 from nanoscale.cli.common.output import require_writable, write_file
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.runs.directory import RunDirectory
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 MINE = "# a recipe, written by hand\n"
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_file_that_exists_is_refused(words, capsys):
     from nanoscale.config.composing.frozen import dump
 
-    RunDirectory.create(Path("runs"), "x").config.write_text(dump(changed().config))
+    create_run(Path("runs"), "x").config.write_text(dump(changed().config))
     Path("my page.yaml").write_text(MINE)
     assert nanoscale([*words, "my page.yaml"]) == 2
     said = capsys.readouterr().err

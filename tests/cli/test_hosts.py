@@ -15,7 +15,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.lifecycle.prepare import new_run, provenance
-from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 CPU = Devices("cpu", 2, cores=2)
 
@@ -98,7 +98,7 @@ def test_what_an_option_sets_stays_set_in_the_frozen_file():
 
 @pytest.mark.parametrize("verb", ["train", "resume"])
 def test_errors_name_the_option_the_key_and_the_line(capsys, verb):
-    run = RunDirectory.create(Path("runs").absolute(), "x")
+    run = create_run(Path("runs").absolute(), "x")
     composed = compose(["recipe=debug", "run.name=x"])
     run.config.write_text(dump(check(composed, CPU), composed.config))
     first = ["train", "recipe=debug"] if verb == "train" else ["resume", "x", "--dry-run"]
@@ -169,7 +169,7 @@ def test_a_dry_run_names_the_devices_of_each_host(capsys):
 
 
 def test_a_run_goes_on_on_hosts():
-    run = RunDirectory.create(Path("runs").absolute(), "x")
+    run = create_run(Path("runs").absolute(), "x")
     composed = compose(["recipe=debug", "run.name=x"])
     run.config.write_text(dump(check(composed, CPU), composed.config))
     resumed = next_request(

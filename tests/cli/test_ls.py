@@ -22,6 +22,7 @@ from nanoscale.runs import status
 from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory
 from tests.cli import Capsys
+from tests.support.runs import create_run
 
 MISTYPED = {
     ("--columns", "lrr,loss"): "lr,loss",
@@ -47,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ls") / "runs"
     for number, loss in enumerate((3.0, 1.0, 2.0)):
         composed = compose(["recipe=debug", f"optimizer.lr={(number + 1) * 1e-3}"])
-        run, config = RunDirectory.create(root, f"r{number}"), check(composed, Devices("cpu", 2))
+        run, config = create_run(root, f"r{number}"), check(composed, Devices("cpu", 2))
         run.config.write_text(dump(config, composed.config))
         end = ("failed", 1) if number == 2 else ("completed", 0)
         begun = status.Status("prepared", 0, 100.0 + number).starting(1)

@@ -18,6 +18,7 @@ from nanoscale.common import object_storage
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import EXACT, Curve
+from tests.support.runs import create_run
 from tests.support.s3_server import BUCKET, environment, s3_environment, s3_server
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -88,7 +89,7 @@ def test_a_name_that_another_run_has_uploaded_is_refused(tmp_path, storage, caps
     from tests.checkpoint.test_upload import publish
 
     (tmp_path / "other").mkdir()
-    run = RunDirectory.create(tmp_path / "other", "run")
+    run = create_run(tmp_path / "other", "run")
     from nanoscale.runs import fence
 
     fence.begin(run, 1)

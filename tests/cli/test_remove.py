@@ -25,6 +25,7 @@ from nanoscale.runs.lock import RunLock
 from nanoscale.runs.submission import Submission
 from tests.cli import Capsys
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 LOSSES = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: 4.0}
 """The steps of checkpoints, and their evaluation losses."""
@@ -41,7 +42,7 @@ BAD = [
 
 
 def make(name: str) -> RunDirectory:
-    run = RunDirectory.create(Path("runs"), name)
+    run = create_run(Path("runs"), name)
     run.config.write_text(dump(check(changed(), Devices("cpu", 2))))
     status.write(run, status.Status("prepared", 0, 1.0).starting(1).ending("completed", 0))
     return run

@@ -17,6 +17,7 @@ from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run import replay_text
 from tests.support.jobs import resumed_at, run_of_bytes
+from tests.support.runs import create_run
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -89,7 +90,7 @@ def logged(run: RunDirectory, losses: dict[int, float], norm: float = 2.0) -> No
 @pytest.fixture
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return a function that compares a replay of steps 1 to 9 with what a run recorded."""
-    runs = [RunDirectory.create(tmp_path, name) for name in ("first", "first-replay")]
+    runs = [create_run(tmp_path, name) for name in ("first", "first-replay")]
     wanted = Replay(runs[0], 1, 9, None, runs[0].config)
 
     def compare(

@@ -19,12 +19,13 @@ from nanoscale.runs.failure import RankFailure
 from nanoscale.view.blocks import Report, Table, page
 from nanoscale.view.plan.prediction import document as plan_document
 from nanoscale.view.run.run_report import MOST_POINTS, document, run_report, thinned
+from tests.support.runs import create_run
 
 
 def make(name="r", state="completed", words=()):
     words = ["recipe=debug", "cluster=cpu", "train.steps=40", f"run.name={name}", *words]
     composed = compose(words)
-    run = RunDirectory.create(Path("runs"), name)
+    run = create_run(Path("runs"), name)
     config = check(composed, Devices("cpu", 2))
     run.config.write_text(dump(config, composed.config))
     status.write(run, status.Status("prepared", 0, 100.0).starting(1).ending(state, 0))

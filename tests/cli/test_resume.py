@@ -16,8 +16,8 @@ from nanoscale.config.resolved import differences
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Parallel, RopeScaling, Train
 from nanoscale.runs import events, fence, status
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
+from tests.support.runs import create_run
 from tests.support.token_files import write_indexed
 
 
@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch):
     """A run that was prepared and never launched."""
     monkeypatch.chdir(tmp_path)
     composed = compose(["recipe=debug", "run.name=x"])
-    run = RunDirectory.create(tmp_path / "runs", "x")
+    run = create_run(tmp_path / "runs", "x")
     run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
     status.write(run, status.prepared())
     return run

@@ -28,6 +28,7 @@ from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.submission import Submission
 from nanoscale.view.run.outcome_text import print_outcome
+from tests.support.runs import create_run
 
 RECORD = {
     "step": 7,
@@ -60,7 +61,7 @@ with RunLock(RunDirectory(Path(sys.argv[1]))):
 
 def make(root, name, state, created):
     composed = compose(["recipe=debug", f"run.name={name}"])
-    run = RunDirectory.create(root, name)
+    run = create_run(root, name)
     config = check(composed, Devices("cpu", 2))
     run.config.write_text(dump(config, composed.config))
     trust.sign(run.path, trust.executed(config))

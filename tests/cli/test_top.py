@@ -27,6 +27,7 @@ from nanoscale.view.run import top_table
 from nanoscale.view.run.top_table import RunsAtAGlance, curve
 from tests.cli import Capsys
 from tests.support.browser import browser
+from tests.support.runs import create_run
 from tests.support.waiting import wait_until
 
 LIMIT_S = 60.0
@@ -39,7 +40,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDirectory]:
     made = []
     for number, (name, state) in enumerate((("old", "completed"), ("new", "failed"))):
         composed = compose(["recipe=debug", "train.steps=9"])
-        run = RunDirectory.create(tmp_path / "runs", name)
+        run = create_run(tmp_path / "runs", name)
         run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
         begun = status.Status("prepared", 0, 100.0 + number).starting(1)
         status.write(run, begun.ending(state, int(state == "failed")))

@@ -19,6 +19,7 @@ from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json
 from tests.support.forked_jobs import forked_jobs
 from tests.support.rows import exhaustive
+from tests.support.runs import create_run
 from tests.support.token_files import write_indexed
 
 STEPS = 4
@@ -229,7 +230,7 @@ def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
         return Path(json.loads(capsys.readouterr().out)["run_dir"]).name
 
     assert planned(*words(folder)).startswith("debug-20")
-    run = RunDirectory.create(folder / "runs", "x")
+    run = create_run(folder / "runs", "x")
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import dump
 
@@ -256,7 +257,7 @@ def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
     ],
 )
 def test_a_wrong_request_is_one_error_and_nothing_is_written(folder, capsys, arguments, said):
-    RunDirectory.create(folder / "runs", "taken").config.touch()
+    create_run(folder / "runs", "taken").config.touch()
     (folder / "file").write_text("")
     before = sorted(folder.rglob("*"))
     assert nanoscale(["train", *words(folder), *arguments]) == 2

@@ -20,10 +20,10 @@ from nanoscale.config.values.hooks import file_name, read
 from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.launch.request import Request
 from nanoscale.runs import status
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.trust import executed, is_signed, sign
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 PROGRAMS = ["launcher.env={LD_PRELOAD: ./theirs.so, A: one}"]
 COMMANDS = [
@@ -48,7 +48,7 @@ def make(*words):
     """Create a run folder that nobody has signed, with its configuration."""
     composed = changed(*words)
     config = check(composed, Devices("cpu", 2))
-    run = RunDirectory.create(Path("runs"), "x")
+    run = create_run(Path("runs"), "x")
     run.config.write_text(dump(config, composed.config))
     status.write(run, status.prepared())
     return run, config
@@ -173,7 +173,7 @@ def test_another_users_signature_proves_nothing(capsys, monkeypatch, tmp_path):
     sign(run.path, executed(config))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
     assert nanoscale(["resume", "x", "--dry-run"]) == 2
-    sign(RunDirectory.create(Path("runs"), "mine").path, {})  # this user has a secret as well
+    sign(create_run(Path("runs"), "mine").path, {})  # this user has a secret as well
     assert nanoscale(["resume", "x", "--dry-run"]) == 2
 
 

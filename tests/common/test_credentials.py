@@ -8,7 +8,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.credentials import without_credentials
 from nanoscale.config.schema import Launcher
 from nanoscale.launch.lifecycle.notification import Notifier
-from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_refused_address_shows_no_password(key, address, options, capsys, monk
 )
 def test_an_undelivered_message_ends_nothing_and_shows_no_address(address, monkeypatch, tmp_path):
     monkeypatch.setenv("HOOK", address)
-    run = RunDirectory.create(tmp_path, "r")
+    run = create_run(tmp_path, "r")
     notes: list[str] = []
     notifier = Notifier(Launcher(notify="HOOK"), run, notes.append)
     notifier.send("completed", "after 3 steps")

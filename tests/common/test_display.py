@@ -26,10 +26,10 @@ from nanoscale.config.schema import Parallel
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan, arrange
 from nanoscale.runs import events, failure, status
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure
 from nanoscale.view.run.live import LiveView
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 CLIPBOARD, CLEAR = "\x1b]52;c;cm0gLXJm\x07", "\x1b[2J\x1b[H"
 HOSTILE = f"a{CLIPBOARD}b{CLEAR}c\rd\x00e\x9b31mf\u202eg\x7fh [bold]i[/bold] [/j] :skull:"
@@ -60,7 +60,7 @@ def assert_harmless(text):
 def run(tmp_path, monkeypatch):
     """A run whose rank, host and model say hostile things."""
     monkeypatch.chdir(tmp_path)
-    run = RunDirectory.create(tmp_path / "runs", "x")
+    run = create_run(tmp_path / "runs", "x")
     config = check(changed(), Devices("cpu", 2))
     config = replace(config, model=replace(config.model, name=HOSTILE))
     run.config.write_text(dump(config), encoding="utf-8")

@@ -18,10 +18,10 @@ from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs import events, failure
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure, ended_rank
 from nanoscale.runs.job_messages import Ended, Failing, message_of
 from nanoscale.runs.position import Position
+from tests.support.runs import create_run
 
 HOSTS = (HostPlan("a", 2, (0, 1), ("x",)), HostPlan("b", 2, (2, 3), ("x",)))
 PLAN = LaunchPlan(1, 4, HOSTS, "a", 1, {}, ())
@@ -47,7 +47,7 @@ class Fleet:
 
 @pytest.fixture
 def attempt(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     members = [Member(Host(name, 2)) for name in ("a", "b")]
     view = SimpleNamespace(running=True)
     lock = SimpleNamespace(run=run, lost=False)

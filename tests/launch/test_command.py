@@ -20,6 +20,7 @@ from nanoscale.launch.lifecycle.command import agent_environment, plan_launch, r
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.processes.session import Session
 from nanoscale.runs.directory import RunDirectory, write_json
+from tests.support.runs import create_run
 
 RUN = RunDirectory(Path("/runs/x"))
 CONFIG = resolved(
@@ -67,7 +68,7 @@ def test_the_document_says_where_every_rank_is():
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     assert read_plan(run) is None
     made = plan(SSH, HOSTS)
     write_json(run.launch, made.document())

@@ -12,8 +12,8 @@ import pytest
 from nanoscale.config.schema import Parallel
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan, arrange
 from nanoscale.runs import events
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run.live import LiveView
+from tests.support.runs import create_run
 
 PLAN = LaunchPlan(1, 2, (HostPlan("h", 2, (0, 1), ("x",)),), "127.0.0.1", 1, {}, ())
 
@@ -41,7 +41,7 @@ class Clock:
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     run.attempt_logs(1).mkdir()
     return run
 

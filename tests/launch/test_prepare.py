@@ -18,7 +18,8 @@ from nanoscale.launch.lifecycle.prepare import (
 )
 from nanoscale.launch.request import Request
 from nanoscale.runs import lock, status
-from nanoscale.runs.directory import RunDirectory, read_json
+from nanoscale.runs.directory import read_json
+from tests.support.runs import create_run
 
 CPU = Devices("cpu", 2)
 
@@ -75,7 +76,7 @@ def test_nothing_is_left_where_a_file_cannot_be_written(folder, monkeypatch):
 def test_names_come_from_the_recipe_and_the_time_and_are_free(folder, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda _: "20260102-030405")
     assert request().config.run.name == "debug-20260102-030405"
-    RunDirectory.create(Path("runs"), "debug-20260102-030405")
+    create_run(Path("runs"), "debug-20260102-030405")
     assert request().config.run.name == "debug-20260102-030405-2"
     taken = request("run.name=debug-20260102-030405")
     with pytest.raises(UserError, match="exists already"):

@@ -26,6 +26,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.runs.trust import executed, sign
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 PROGRAMS = ("sinfo", "scancel", "salloc", "sbatch")
 CONF = """ClusterName=tests
@@ -87,7 +88,7 @@ def test_the_command_that_tells_what_slurm_offers_is_read(command: str) -> None:
 def run_of_a_job(job: Submission, state: str) -> RunDirectory:
     """Create an unsigned run folder, whose job SLURM seems to know; `called` has scancel's arguments."""
     composed = changed()
-    run = RunDirectory.create(Path("runs"), "x")
+    run = create_run(Path("runs"), "x")
     run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
     status.write(run, status.prepared())
     submission.write(run, job)

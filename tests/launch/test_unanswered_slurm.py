@@ -20,6 +20,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.runs.trust import executed, sign
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 LIMIT_S = 120
 
@@ -40,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     composed = changed()
-    made = RunDirectory.create(Path("runs"), "x")
+    made = create_run(Path("runs"), "x")
     made.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
     status.write(made, status.prepared())
     submission.write(made, Submission("12"))

@@ -13,7 +13,7 @@ from nanoscale import worker
 from nanoscale.processes import lifeline
 from nanoscale.processes.proc import is_alive
 from nanoscale.runs import failure, rank_context
-from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 ROOT = str(Path(__file__).parents[2])
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "NANOSCALE_HOST": "h"}
@@ -37,7 +37,7 @@ def test_a_stop_signal_only_raises_the_flag(handlers, number):
 
 
 def test_a_rank_without_its_configuration_says_so_and_exits_2(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     environment = {**os.environ, **RANK, "PYTHONPATH": ROOT, "NANOSCALE_ATTEMPT": "3"}
     command = [sys.executable, "-m", "nanoscale.worker", str(run.path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -59,7 +59,7 @@ except Exception:
 
 
 def test_a_rank_may_open_a_connection_to_each_other_rank(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     command = [sys.executable, "-c", FILES, str(run.path)]
     environment = {**os.environ, **RANK, "PYTHONPATH": ROOT}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

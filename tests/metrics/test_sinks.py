@@ -13,6 +13,7 @@ from nanoscale.metrics import sinks
 from nanoscale.metrics.trackers import Subject
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 
 def steps(run: RunDirectory) -> list[int]:
@@ -31,7 +32,7 @@ def write(run: RunDirectory, first: int, last: int, logger: Logger | None = None
 
 
 def test_a_restart_leaves_no_repeat_and_no_torn_line(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 9)
     with run.metrics.open("a") as file:
         file.write('{"step": 10, "lo')
@@ -40,7 +41,7 @@ def test_a_restart_leaves_no_repeat_and_no_torn_line(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_are_reported_and_cost_only_themselves(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 9)
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     damaged = b"".join([*lines[:2], b"\x00\xff" + lines[2][2:], lines[3], b"[]\n", *lines[5:]])
@@ -56,7 +57,7 @@ def test_damaged_lines_are_reported_and_cost_only_themselves(tmp_path: Path) -> 
 
 
 def test_missing_metrics_are_reported(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 5)
     assert events.read(run) == []
     run.metrics.unlink()
@@ -66,7 +67,7 @@ def test_missing_metrics_are_reported(tmp_path: Path) -> None:
 
 
 def test_metrics_that_cannot_be_read_are_set_aside(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 5)
     for number in ("", "-2"):
         run.metrics.unlink()
@@ -77,7 +78,7 @@ def test_metrics_that_cannot_be_read_are_set_aside(tmp_path: Path) -> None:
 
 
 def test_floats_are_written_in_full(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 3)
     assert json.loads(run.metrics.read_text().splitlines()[2])["loss"] == 1 / 3
 
@@ -85,7 +86,7 @@ def test_floats_are_written_in_full(tmp_path: Path) -> None:
 def test_tensorboard_holds_the_same_figures_without_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 6, Logger("on"))
     write(run, 4, 8, Logger("on"))
     events = EventAccumulator(str(run.path / "tensorboard"))
@@ -97,7 +98,7 @@ def test_tensorboard_holds_the_same_figures_without_repeats(tmp_path: Path) -> N
 
 
 def test_the_table_has_a_column_for_every_figure_and_no_repeats(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run")
+    run = create_run(tmp_path, "run")
     write(run, 1, 6, Logger(csv=True))
     fence.begin(run, 2)
     config = Config(logger=Logger(csv=True))

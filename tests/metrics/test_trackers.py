@@ -22,6 +22,7 @@ from nanoscale.metrics.trackers import Subject
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 from tests.support.waiting import wait_until
 
 ONE_CPU = Devices("cpu", 1)
@@ -34,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MY_TOKEN", SECRET)
     monkeypatch.setattr(trackers, "CLOSE_S", dict.fromkeys(trackers.CLOSE_S, 200.0))
-    return RunDirectory.create(tmp_path, "run")
+    return create_run(tmp_path, "run")
 
 
 def configured(**logger: Any) -> Config:

@@ -20,6 +20,7 @@ from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
 from tests.support.fake_nvml import build_fake_nvml, fake_environment
 from tests.support.recipes import complete, debug_recipe
+from tests.support.runs import create_run
 
 ROOT = str(Path(__file__).parents[2])
 SOCKETS = (frozenset(range(32)), frozenset(range(32, 64)))
@@ -124,7 +125,7 @@ def as_rank(run: RunDirectory, device: str, folder: Path, **variables: str) -> d
 
 @pytest.mark.slow
 def test_a_rank_with_a_gpu_is_bound_and_its_flight_recorder_writes_beside_its_logs(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     folder = build_fake_nvml(tmp_path)
     allowed = sorted(os.sched_getaffinity(0))
     nowhere = {"TORCH_FR_DUMP_TEMP_FILE": None, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": None}
@@ -143,7 +144,7 @@ def test_a_rank_with_a_gpu_is_bound_and_its_flight_recorder_writes_beside_its_lo
 
 def test_environment_json_tells_the_cores_of_ranks_with_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(fence, "require", lambda _: None)
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     write_json(run.environment, {"host": "h"})
     context = RankContext(
         run, complete(model=debug_recipe().config.model), 0, 0, 1, "h", 1, StopFlag()

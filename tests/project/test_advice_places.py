@@ -92,7 +92,6 @@ TYPED_BACK = {
     "launch/lifecycle/prepare.py": "cli/test_advice_on_files.py",
     "launch/lifecycle/repetition.py": "cli/test_replay.py",
     "launch/preflight/by_library.py": "cli/test_advice_on_files.py",
-    "launch/preflight/source_run.py": "launch/test_source_run.py",
     "launch/preflight/verdicts.py": "launch/test_preflight_advice.py",
     "launch/preflight/preflight.py": "launch/test_preflight_advice.py",
     "launch/batch/allocation.py": "launch/test_slurm_advice.py",

@@ -15,9 +15,10 @@ from nanoscale.config.violations import override
 from nanoscale.data.prepare.folder import _check_request
 from nanoscale.launch.batch.jobs import way_on
 from nanoscale.runs import lock
-from nanoscale.runs.directory import RunDirectory, check_free, check_name
+from nanoscale.runs.directory import check_free, check_name
 from nanoscale.runs.lock import RunLock
 from tests.support.recipes import changed
+from tests.support.runs import create_run
 
 NAME = "corpus v2; touch x $(touch y) 'z"
 
@@ -65,7 +66,7 @@ def test_an_override_is_one_word_that_sets_the_value(value):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return RunDirectory.create(tmp_path / "runs", NAME)
+    return create_run(tmp_path / "runs", NAME)
 
 
 def test_commands_about_a_run_name_it(run, tmp_path):

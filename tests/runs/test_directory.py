@@ -17,10 +17,11 @@ from nanoscale.runs.directory import (
     read_json,
     write_atomically,
 )
+from tests.support.runs import create_run
 
 
 def make(root, name="x"):
-    run = RunDirectory.create(root, name)
+    run = create_run(root, name)
     run.config.write_text("train: {}\n")
     return run
 
@@ -43,7 +44,7 @@ def test_a_name_that_is_taken(tmp_path):
     make(tmp_path)
     make(tmp_path, "x-2")
     with pytest.raises(UserError) as error:
-        RunDirectory.create(tmp_path, "x")
+        create_run(tmp_path, "x")
     assert suggestions(error) == ["run.name=x-3", f"nanoscale resume {tmp_path / 'x'}"]
     assert free_name(tmp_path, "new") == "new"
 
@@ -53,7 +54,7 @@ def test_a_name_that_is_taken(tmp_path):
 )
 def test_a_name_that_cannot_be(tmp_path, name):
     with pytest.raises(UserError, match="cannot name a run"):
-        RunDirectory.create(tmp_path / "runs", name)
+        create_run(tmp_path / "runs", name)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +93,7 @@ def test_a_root_that_cannot_be_written_to(tmp_path, root):
     (tmp_path / "file").write_text("")
     root = Path(root.replace("FILE", str(tmp_path / "file")))
     with pytest.raises(UserError, match="no run can be created in"):
-        RunDirectory.create(root, "x")
+        create_run(root, "x")
 
 
 def test_a_root_that_cannot_be_written_to_is_seen_before_anything_is_made():

@@ -14,6 +14,7 @@ from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Document, Evidence, RankFailure, diagnose, digest, first_cause
 from nanoscale.runs.job_messages import Ended, message_of
+from tests.support.runs import create_run
 
 
 def failed(rank, at, type="", message="", exit_code=1, **more):
@@ -201,7 +202,7 @@ def test_a_kill_is_called_the_kernels_only_if_the_kernel_counted_one():
 
 
 def test_the_document_names_rank_host_log_and_who_else_failed(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     found = digest(
         run,
         2,
@@ -227,7 +228,7 @@ def test_code_is_compared_before_devices_are_blamed_for_replicas_that_differ(tmp
 
 
 def test_a_users_error_comes_out_as_it_went_in(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     error = UserError(
         "data", "gone", [Violation("data.path", 3, "command line", "is not", ("a", "b"))]
     )
@@ -246,7 +247,7 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path):
 
 
 def test_a_damaged_file_is_named_and_is_no_failure_of_a_rank(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     run.failure.write_text("{")
     with pytest.raises(UserError, match=r"failure.json is not JSON"):
         failure.read(run)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.fence import FencedError, MissingFolderError
+from tests.support.runs import create_run
 
 
 def test_a_folder_that_is_gone_is_no_other_attempt(
@@ -19,7 +19,7 @@ def test_a_folder_that_is_gone_is_no_other_attempt(
 ) -> None:
     """Both were diagnosed as a run that has continued without the rank."""
     monkeypatch.setattr(fence, "MISSING_S", 0.0)
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     fence.begin(run, 1)
     fence.begin(run, 2)
     with pytest.raises(FencedError, match="attempt 2 is running") as fenced:
@@ -39,7 +39,7 @@ def test_a_folder_that_is_gone_is_no_other_attempt(
 def test_a_folder_that_comes_back_ends_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     fence.begin(run, 1)
     run.path.rename(tmp_path / "elsewhere")
     looks = iter((False, False, True))

@@ -15,6 +15,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.goodput import Tally, goodput
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.status import Status
+from tests.support.runs import create_run
 
 BEGAN = 1e9
 DAY = 86400.0
@@ -22,7 +23,7 @@ DAY = 86400.0
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "r")
+    return create_run(tmp_path, "r")
 
 
 def happen(run: RunDirectory, *happened: tuple[float, str, dict[str, Any]]) -> None:

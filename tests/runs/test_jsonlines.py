@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanoscale.runs import events, jsonlines, metrics
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Tail
 from nanoscale.runs.tail import FileTail, LineSplitter, LineTail, read_end
+from tests.support.runs import create_run
 
 
 def test_a_line_counts_when_its_end_has_arrived(tmp_path):
@@ -63,7 +63,7 @@ def test_writers_do_not_tear_each_other(tmp_path):
 
 
 def test_the_last_record_of_a_long_file(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     assert metrics.last(run) is None
     with run.metrics.open("w") as file:
         for step in range(20_000):
@@ -73,7 +73,7 @@ def test_the_last_record_of_a_long_file(tmp_path):
 
 
 def test_the_last_record_with_a_metric_is_found_far_from_the_end(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     with run.metrics.open("w") as file:
         for step in range(20_000):
             evaluated = {"eval_loss": float(step)} if step in (3, 9) else {}
@@ -147,7 +147,7 @@ def test_nothing_is_appended_through_a_link(tmp_path):
 
 
 def test_events_of_a_full_disk_are_written_later(tmp_path, monkeypatch):
-    run = RunDirectory.create(tmp_path, "r")
+    run = create_run(tmp_path, "r")
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda handle, data: write(handle, data[:9]))  # the disk is full

@@ -19,8 +19,8 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.processes.proc import start_ticks
 from nanoscale.runs import lock
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
+from tests.support.runs import create_run
 
 LAUNCHER = """
 import errno, fcntl, json, os, sys, time
@@ -98,7 +98,7 @@ class Launcher:
 
 @pytest.fixture
 def run(tmp_path):
-    return RunDirectory.create(tmp_path, "x")
+    return create_run(tmp_path, "x")
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from nanoscale.runs import status
-from nanoscale.runs.directory import RunDirectory
+from tests.support.runs import create_run
 
 
 def test_an_attempt_from_its_start_to_its_end(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     first = status.prepared()
     status.write(run, first)
     status.write(run, status.read(run).starting(1).running().ending("preempted", 75))
@@ -16,7 +16,7 @@ def test_an_attempt_from_its_start_to_its_end(tmp_path):
 
 
 def test_a_damaged_status_counts_as_never_started(tmp_path):
-    run = RunDirectory.create(tmp_path, "x")
+    run = create_run(tmp_path, "x")
     for text in ("", "{", '{"state": "odd", "attempt": 1, "created": 0}', "[]"):
         run.status.write_text(text)
         assert status.read(run).state == "prepared"

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from nanoscale.runs import events
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.metrics import WARM_UP, steady
+from tests.support.runs import create_run
 
 
 @pytest.fixture
 def run(tmp_path):
-    return RunDirectory.create(tmp_path, "r")
+    return create_run(tmp_path, "r")
 
 
 def log(run, *records):

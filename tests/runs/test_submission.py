@@ -8,6 +8,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.runs import submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
+from tests.support.runs import create_run
 
 OURS = {"SLURM_JOB_ID": "12", "NANOSCALE_BATCH": "12"}
 TASK = {
@@ -20,7 +21,7 @@ TASK = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "x")
+    return create_run(tmp_path, "x")
 
 
 def test_what_is_written_is_read(run: RunDirectory) -> None:

@@ -40,6 +40,7 @@ from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
 from tests.support.ranks import run_ranks
 from tests.support.recipes import complete
+from tests.support.runs import create_run
 from tests.support.token_files import write_indexed
 
 SEQ_LEN = 16
@@ -130,7 +131,7 @@ def make_config(
 
 
 def make_run(config: ResolvedConfig, name: str = "run") -> RunDirectory:
-    run = RunDirectory.create(Path(config.run.root), name)
+    run = create_run(Path(config.run.root), name)
     run.config.write_text(frozen.dump(config))
     return run
 

@@ -16,10 +16,10 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.schema import Checkpoint
 from nanoscale.plan.saving import SavingPlan
 from nanoscale.runs import status
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.disk import fits
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.cli import Capsys
+from tests.support.runs import create_run
 
 MIB = 2**20
 LINE = ["recipe=debug", "launcher.device=cpu", "train.seed=1,2,3", "checkpoint.every=1"]
@@ -83,7 +83,7 @@ def test_only_trials_that_have_not_ended_count(
     (violation,) = error["violations"]
     assert (violation["suggestions"], violation["remedy"]) == ([], "free some space")
     for seed in "12":
-        run = RunDirectory.create(sweep.runs, f"seed={seed}")
+        run = create_run(sweep.runs, f"seed={seed}")
         status.write(run, status.prepared().starting(1).ending("completed", 0))
     assert nanoscale(["sweep", "--resume", "s", "--dry-run"]) == 0
 

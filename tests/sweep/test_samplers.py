@@ -11,11 +11,11 @@ import optuna
 import pytest
 
 from nanoscale.launch.fleet.signals import Signals
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.runner import Runner, Slot
 from nanoscale.sweep.samplers import Study
 from nanoscale.sweep.space import Space, read_space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
+from tests.support.runs import create_run
 
 WORDS = ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "optimizer.name=adamw,sgd"]
 
@@ -39,7 +39,7 @@ def opened(folder: Path, **changes: Any) -> tuple[Study, Sweep, Space]:
 
 def trained(sweep: Sweep, trial: Trial, losses: list[float]) -> None:
     """Write the metrics of a trial's run."""
-    run = RunDirectory.create(sweep.runs, trial.name)
+    run = create_run(sweep.runs, trial.name)
     lines = [json.dumps({"step": s, "eval_loss": loss}) for s, loss in enumerate(losses, 1)]
     run.metrics.write_text("".join(f"{line}\n" for line in lines))
 

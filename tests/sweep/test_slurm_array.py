@@ -11,10 +11,10 @@ import pytest
 from nanoscale.launch.batch.system import BatchError, JobState
 from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.runs import status, submission
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.sweep import slurm_array
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
+from tests.support.runs import create_run
 
 TRIALS = [Trial(state, {}) for state in get_args(status.State)]
 
@@ -25,7 +25,7 @@ def sweep(tmp_path: Path) -> Sweep:
     sweep = Sweep(tmp_path / "s")
     sweep.create(Settings(["train.seed=1,2"], slurm=True), TRIALS)
     for task, state in enumerate(get_args(status.State)):
-        run = RunDirectory.create(sweep.runs, state)
+        run = create_run(sweep.runs, state)
         ended = 100.0 if state in status.ENDED else None
         status.write(run, replace(status.prepared(), state=state, ended=ended))
         submission.write(run, Submission("7", task, time=50.0))

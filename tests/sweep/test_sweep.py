@@ -26,6 +26,7 @@ from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.cli import Capsys
 from tests.support.rows import exhaustive
+from tests.support.runs import create_run
 from tests.support.waiting import wait_until
 
 WORDS = ["recipe=debug", "model.layers=1", "train.global_batch=4", "train.log_every=1"]
@@ -237,7 +238,7 @@ def test_the_plan_counts_the_trials_that_are_left(here: Path, capsys: Capsys) ->
     sweep.create(
         Settings(["recipe=debug", "train.seed=interval(1,9)"], "random", 5, metric="loss"), trials
     )
-    run = RunDirectory.create(sweep.runs, "seed=1")
+    run = create_run(sweep.runs, "seed=1")
     status.write(run, status.prepared().starting(1).ending("completed", 0))
     assert nanoscale(["sweep", "--resume", "s", "--dry-run"]) == 0
     assert "for 4 of them" in capsys.readouterr().err

@@ -42,6 +42,7 @@ from tests.support.jobs import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive
+from tests.support.runs import create_run
 
 
 def config_for(folder: Path, every: int, asynchronous: bool = True, **changes: Any) -> Config:
@@ -195,7 +196,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    run = RunDirectory.create(tmp_path, "my run")
+    run = create_run(tmp_path, "my run")
     fence.begin(run, 1)
     saver = Saver(run.workspace(1), Checkpoint(keep_last=1, asynchronous=False), rank=0)
     writer = cast(Any, SimpleNamespace(note=make_note(context(run)), callbacks=Callbacks()))
