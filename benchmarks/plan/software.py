@@ -8,10 +8,9 @@ from functools import partial
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import NANOSCALE, Software, hardware_of
-from nanoscale.plan.memory.deepspeed import phases_of_step
 from nanoscale.plan.memory.in_flight_activations import activations_at_peaks
 from nanoscale.plan.memory.native import native_phases
-from nanoscale.plan.memory.peak import RankMemory, setting_memory
+from nanoscale.plan.memory.peak import RankMemory, phases_of_step, setting_memory
 from nanoscale.plan.memory.phases import RankPhases
 from nanoscale.plan.memory.setting import MemorySetting, setting_of
 from nanoscale.plan.memory.shards import RankParameters

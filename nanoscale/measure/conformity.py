@@ -35,8 +35,7 @@ from nanoscale.parallel import ddp, process_group
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
-from nanoscale.train.callbacks import make_callbacks
-from nanoscale.train.checkpointing import Progress
+from nanoscale.train.checkpointing import Progress, make_callbacks
 from nanoscale.train.job import restore
 from nanoscale.train.loop import Training
 

@@ -41,7 +41,7 @@ from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shorten
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train import teacher
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.callbacks import make_callbacks
+from nanoscale.train.checkpointing import make_callbacks
 from nanoscale.train.job import load_initial_weights
 from nanoscale.train.loop import Training
 

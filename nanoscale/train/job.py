@@ -40,8 +40,7 @@ from nanoscale.runs.events import Note
 from nanoscale.runs.goodput import Tally
 from nanoscale.runs.memory_order import read_order as memory_order
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.callbacks import make_callbacks
-from nanoscale.train.checkpointing import Progress
+from nanoscale.train.checkpointing import Progress, make_callbacks
 from nanoscale.train.evaluations import Evaluations, sample
 from nanoscale.train.loop import Training
 from nanoscale.train.non_finite import MOST_STEPS, find_cause, on_ranks

@@ -26,8 +26,7 @@ from nanoscale.runs.events import Note
 from nanoscale.runs.goodput import Tally
 from nanoscale.runs.position import NOW
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.callbacks import Callbacks
-from nanoscale.train.checkpointing import CheckpointWriter, Progress
+from nanoscale.train.checkpointing import Callbacks, CheckpointWriter, Progress
 from nanoscale.train.evaluations import Evaluator
 from nanoscale.train.layer_statistics import LayerStatistics
 from nanoscale.train.profile import Recorder

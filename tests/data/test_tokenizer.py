@@ -15,8 +15,7 @@ from tokenizers import Tokenizer as Native
 import nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chat
-from nanoscale.data.tokens.growth import _longest
-from nanoscale.data.tokens.tokenizer import END, ByteTokenizer, load, train_bpe
+from nanoscale.data.tokens.tokenizer import END, ByteTokenizer, _longest, load, train_bpe
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",

@@ -14,7 +14,7 @@ import torch
 from nanoscale.models import transformer as module
 from nanoscale.models.transformer import Block
 from nanoscale.rehearse import __main__ as process
-from nanoscale.rehearse.compiled_code import compiler_findings
+from nanoscale.rehearse.__main__ import compiler_findings
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.rehearsals import Task, record_file
 from nanoscale.runs.directory import read_json

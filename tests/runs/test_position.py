@@ -124,11 +124,14 @@ def test_the_line_of_the_users_own_file_is_shown(tmp_path):
     for file, text in (
         (compiled, "def call():\n    return take()\n"),
         (hooks, "def on_step_end(moment):\n    return call()\n"),
-        (ROOT / "nanoscale/train/callbacks.py", "def call_hook():\n    return on_step_end(1)\n"),
+        (
+            ROOT / "nanoscale/train/checkpointing.py",
+            "def call_hook():\n    return on_step_end(1)\n",
+        ),
     ):
         exec(compile(text, str(file), "exec"), names)
     found = names["call_hook"]()  # type: ignore[call-arg]
-    line = "hooks-ab.py:2 in on_step_end < train/callbacks.py:2 in call_hook"
+    line = "hooks-ab.py:2 in on_step_end < train/checkpointing.py:2 in call_hook"
     assert (found.line, found.in_user_code) == (line, True)
 
 

@@ -26,8 +26,7 @@ from nanoscale.parallel import process_group
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import RankContext, StopFlag
-from nanoscale.train.callbacks import Callbacks
-from nanoscale.train.checkpointing import CheckpointWriter
+from nanoscale.train.checkpointing import Callbacks, CheckpointWriter
 from nanoscale.train.job import make_note
 from tests.support.jobs import (
     LONG_STEPS,

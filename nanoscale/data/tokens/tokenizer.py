@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +17,6 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.config.token_files import TEMPLATE
-from nanoscale.data.tokens.growth import MOST, growth
 from nanoscale.data.tokens.sentencepiece_model import SUFFIX, ConversionError, as_json
 
 END = "<|endoftext|>"
@@ -305,3 +306,47 @@ def _tokenizer_error(
 ) -> UserError:
     violation = Violation(key, str(path), "", what, suggestions)
     return UserError("data", f"{key}: {path}: {what}", [violation])
+
+
+MOST = 64
+"""The most characters for each one of a text. Unicode's NFKC makes 18 of one, and a prefix doubles them."""
+
+
+def growth(native: Any) -> float:
+    """Return the most characters that a tokenizer of the library makes of one character.
+
+    Raises:
+        ValueError: a part of it cannot be read.
+    """
+    parts = (native.normalizer, native.decoder)
+    return max(_growth(parse(part.__getstate__())) if part is not None else 1.0 for part in parts)
+
+
+def _growth(part: dict[str, Any]) -> float:
+    result = 1.0
+    for inner in (*part.get("normalizers", ()), *part.get("decoders", ())):
+        result *= _growth(inner)
+    if part["type"] == "Replace":
+        width, length = _width(part["pattern"]), len(part["content"])
+        result *= max(1.0, length / width if width else 1 + length)
+    elif part["type"] == "Prepend":
+        result *= 1 + len(part["prepend"])
+    elif part["type"] == "Precompiled":
+        result *= _longest(base64.b64decode(part["precompiled_charsmap"]))
+    return result
+
+
+def _width(pattern: dict[str, str]) -> int:
+    """Return the least characters that a pattern matches; 0 if it is not known."""
+    if "String" in pattern:
+        return len(pattern["String"])
+    try:
+        return int(re._parser.parse(pattern["Regex"]).getwidth()[0])  # type: ignore[attr-defined]
+    except (re.error, RecursionError, OverflowError):
+        return 0
+
+
+def _longest(charsmap: bytes) -> int:
+    """Return the characters of the longest text of a map of sentencepiece, which follow its trie."""
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+    return max(1, *(len(text.decode(errors="replace")) for text in texts))
