@@ -39,9 +39,9 @@ class Session:
 def write(path: Path, session: Session) -> None:
     """Replace the file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump({**asdict(session), "pid": os.getpid(), "host": socket.gethostname()}, stream)
+    content = {**asdict(session), "pid": os.getpid(), "host": socket.gethostname()}
+    temporary.touch(0o600)
+    temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(path)
 
 

@@ -29,7 +29,8 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -289,11 +290,7 @@ def owner(run: RunDirectory) -> Owner | None:
 
     For a holder on another host, which flocks do not reach, this is a guess: only taking the lock is certain.
     """
-    try:
-        folder = _open_folder(run.path)
-    except UserError:
-        return None
-    try:
+    with suppress(OSError, UserError), _opened(run.path) as folder:
         token = _read_token(folder)
         if token.is_free:
             return None
@@ -301,20 +298,13 @@ def owner(run: RunDirectory) -> Owner | None:
             return token.owner if token.is_held_here else None
         is_recent = abs(time.time() - token.changed / 1e9) < _SHOWN_S
         return token.owner if is_recent or _is_locked(folder, token.name) else None
-    except (OSError, UserError):
-        return None
-    finally:
-        os.close(folder)
+    return None
 
 
 def last_beat(run: RunDirectory) -> float | None:
     """Return the time of the last heartbeat, UNIX seconds; None if the run was released or cannot be read."""
-    with suppress(OSError, UserError):
-        folder = _open_folder(run.path)
-        try:
-            token = _read_token(folder)
-        finally:
-            os.close(folder)
+    with suppress(OSError, UserError), _opened(run.path) as folder:
+        token = _read_token(folder)
         return None if token.is_free else token.changed / 1e9
     return None
 
@@ -408,11 +398,8 @@ def _has_open(owner: Owner, inode: int) -> bool:
 
 def _has_locked(run: RunDirectory, pid: int) -> bool:
     """True if a process of this host has locked the run's token, which it may have open without a lock."""
-    folder = _open_folder(run.path)
-    try:
+    with _opened(run.path) as folder:
         inode = str(_read_token(folder).inode)
-    finally:
-        os.close(folder)
     try:
         locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
     except OSError:  # a sandbox hides them
@@ -448,6 +435,15 @@ def _open_folder(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _unlockable(path, error) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    folder = _open_folder(path)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def _now() -> float:

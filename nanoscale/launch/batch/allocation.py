@@ -28,8 +28,7 @@ def requested_nodes(composed: Composed) -> tuple[Host, ...]:
     Raises:
         UserError: the number of nodes, or of ranks on each, is not known here.
     """
-    violation = forms.nodes_violation(composed)
-    if violation is not None:
+    if (violation := forms.nodes_violation(composed)) is not None:
         refuse([violation])
     _, most = forms.node_range(composed.config.launcher.nodes) or (1, 1)
     slots = _ranks_per_node(composed, most)
@@ -42,8 +41,7 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     Raises:
         UserError: this is not a job of the batch system, or it has too few nodes.
     """
-    violation = forms.nodes_violation(composed)
-    if violation is not None:
+    if (violation := forms.nodes_violation(composed)) is not None:
         refuse([violation])
     nodes = usable(composed, [Host(name, 0) for name in nodes_of_job(composed)])
     names = [node.name for node in nodes]

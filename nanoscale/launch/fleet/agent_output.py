@@ -18,7 +18,8 @@ class AgentOutput:
     def __init__(self, transport: Transport, members: Sequence[Member]) -> None:
         self._transport = transport
         self._members = members
-        self._logs: tuple[RunDirectory, int] | None = None
+        self.logs: tuple[RunDirectory, int] | None = None
+        """The run and the attempt to whose logs the output is written; None: it is kept for errors only."""
 
     @property
     def common_log(self) -> str | None:
@@ -28,13 +29,9 @@ class AgentOutput:
     def write_to(self, run: RunDirectory, attempt: int) -> None:
         """Write the output to this attempt's logs from now on."""
         run.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
-        is_first, self._logs = self._logs is None, (run, attempt)
+        is_first, self.logs = self.logs is None, (run, attempt)
         for member in self._members if is_first else ():
             self._write(member.name, member.output)
-
-    def write_nowhere(self) -> None:
-        """Keep the output for an error's text only."""
-        self._logs = None
 
     def note(self, source: Member | Sequence[Member], data: bytes) -> None:
         """Keep the output of an agent, or of a command that started several of them, in their order."""
@@ -58,9 +55,9 @@ class AgentOutput:
                     member.code = code
 
     def _write(self, log: str, data: bytes) -> None:
-        if self._logs is None or not data:
+        if self.logs is None or not data:
             return
-        run, attempt = self._logs
+        run, attempt = self.logs
         with suppress(OSError), run.agent_log(attempt, log).open("ab") as file:
             file.write(data)
 

@@ -265,9 +265,9 @@ class Connections:
             member.process.stdin.close()
 
     def end_orphans(self, member: Member) -> None:
-        """Begin to end what a lost agent may have left on its host, if the transport can do that."""
+        """Begin to end what a lost agent may have left on its host, if it has answered and that is possible."""
         command = self._transport.cleanup_command(member.host, member.mark)
-        if command is not None:
+        if member.answered and command is not None:
             self._cleanup.begin(command, self._environment)
 
     def _forget(self, stream: object) -> None:

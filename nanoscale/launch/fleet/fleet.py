@@ -117,7 +117,7 @@ class Fleet:
                 present.pop()
         for member in self.members:
             if member.is_present and not member.said_bye:
-                self._end_orphans(member)
+                self._connections.end_orphans(member)
 
     def _has_left(self, member: Member) -> bool:
         ended = member.said_bye  # if another program has started it
@@ -129,11 +129,6 @@ class Fleet:
             return True
         # The command that started its agent may wait for another one that is lost.
         return member.said_bye and any(not other.is_present for other in self.members)
-
-    def _end_orphans(self, member: Member) -> None:
-        """End processes that its agent may have left; there are none if it never answered."""
-        if member.answered:
-            self._connections.end_orphans(member)
 
     # --- connecting -----------------------------------------------------------------------------------
 
@@ -327,7 +322,7 @@ class Fleet:
     def _mark_lost(self, member: Member, diagnosis: str, remedy: str) -> None:
         member.lost = agent_failure(member.name, diagnosis, remedy, member.exit_code)
         self._connections.hang_up(member)
-        self._end_orphans(member)
+        self._connections.end_orphans(member)
 
     def give_up(self, member: Member) -> None:
         """Give up a host whose agent does not follow orders."""

@@ -132,7 +132,7 @@ class Attempt:
 
     def _on_poll(self) -> None:
         if self.lock.lost:  # another launcher holds the run: end the ranks and write nothing more
-            self.fleet.output.write_nowhere()
+            self.fleet.output.logs = None
             self.execution.kill()
             self.lock.require()
         if time.monotonic() >= self.next_poll:  # however many messages come

@@ -115,7 +115,8 @@ def explain(
     for _check, pattern, diagnosis, remedy in _CAUSES:
         match = re.search(pattern, output, re.IGNORECASE)
         if match:
-            line = _line_around(output, match.start())
+            before, after = output[: match.start()], output[match.start() :]
+            line = (before.rpartition("\n")[2] + after.partition("\n")[0]).strip(" @\r")[:300]
             return f"{diagnosis} ({line})", remedy.format(**names)
     if code is None:
         return (
@@ -143,9 +144,3 @@ def _last_line(text: str) -> str:
     """Return the last line of the output, without routine messages of Python and torch."""
     lines = [line.strip() for line in text.splitlines() if not _NOISE.search(line)]
     return next((line[:300] for line in reversed(lines) if line), "")
-
-
-def _line_around(text: str, position: int) -> str:
-    start = text.rfind("\n", 0, position) + 1
-    end = text.find("\n", position)
-    return text[start : end if end >= 0 else None].strip(" @\r\n")[:300]
