@@ -118,7 +118,7 @@ def _connect(
         experts.num_experts //= stream.ranks
         experts._is_expert_parallel = True  # there are numbers of experts that it does not have
         choose = partial(_choose_local, stream, rank, experts.num_experts)
-        experts.register_forward_pre_hook(lambda _, inputs: choose(*inputs))
+        experts.register_forward_pre_hook(lambda it, inputs: choose(_others(it), *inputs))
         experts.register_forward_hook(lambda _, __, partial_sum: stream.reduce(partial_sum))
 
 
@@ -128,14 +128,27 @@ def _share_keys(stream: ResidualStream, shared: int, keys: Tensor) -> Tensor:
     return torch.cat((latent, stream.gather(rotated)), dim=-1)
 
 
+def _others(experts: Any) -> int:
+    """Return the number that stands for experts of other ranks, whose results have the weight 0."""
+    # In fp64 a loop over experts runs, which in Nemotron-H's code takes every number for one of its own.
+    is_loop = experts.config._experts_implementation == "eager"
+    return 0 if is_loop else experts.num_experts
+
+
 def _choose_local(
-    stream: ResidualStream, rank: int, count: int, hidden: Tensor, chosen: Tensor, weights: Tensor
+    stream: ResidualStream,
+    rank: int,
+    count: int,
+    others: int,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens, and their choices among this rank's `count` experts, in place of others `count`."""
+    """Return the tokens, and their choices among this rank's `count` experts, in place of others `others`."""
     local = chosen - rank * count
     is_local = (local >= 0) & (local < count)
     weights = stream.gather(weights) * is_local
-    return stream.gather(hidden), local.where(is_local, count), weights
+    return stream.gather(hidden), local.where(is_local, others), weights
 
 
 def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:

@@ -77,6 +77,16 @@ def test_a_size_is_changed_where_config_json_has_it(family: str, key: str, value
     assert name in FAMILIES[family] or name in ("vocab_size", "tie_word_embeddings")
 
 
+def test_layers_are_counted_by_their_kinds() -> None:
+    kinds = ["mamba", "moe", "attention"]
+    document = {"model_type": "nemotron_h", "vocab_size": 320, "layers_block_type": kinds}
+    Path("hybrid").mkdir()
+    Path("hybrid/config.json").write_text(json.dumps(document | {"num_hidden_layers": 52}))
+    model = ["model=hf", "model.name=hybrid"]
+    (found,) = wrong(*model, "model.layers=4")
+    assert checked(*model, *found.suggestions).model.layers == 3
+
+
 @pytest.mark.parametrize("line", LAWS)
 def test_a_law_of_models_from_transformers_advises_what_is_accepted(line: str) -> None:
     model, typed = ["model=hf", "model.name=gptj"], shlex.split(line)

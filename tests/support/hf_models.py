@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -110,6 +114,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
         "olmo_hybrid": {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
         | {"layer_types": ["linear_attention", "full_attention"]},
+        "nemotron_h": FAMILIES["nemotron_h"] | {"n_routed_experts": 16},
     }.items()
 }
 """Settings of families whose plans of tensor parallelism have different kinds."""
@@ -180,3 +185,27 @@ def plain_loop(folder: Path, dtype: torch.dtype, steps: int = STEPS) -> CURVE:
         lr = update.param_groups[0]["lr"]
         curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
     return curve
+
+
+@contextmanager
+def without_rounding() -> Iterator[None]:
+    """Let transformers' code that computes in fp32, whatever the model's dtype is, compute in fp64."""
+
+    def widened(run: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            if not sys._getframe(1).f_globals["__name__"].startswith("transformers."):
+                return run(*args, **named)
+            named = {
+                name: torch.float64 if it is torch.float32 else it for name, it in named.items()
+            }
+            exact = torch.Tensor.double if run is narrow else run
+            return exact(*(torch.float64 if it is torch.float32 else it for it in args), **named)
+
+        return call
+
+    narrow = torch.Tensor.float
+    with ExitStack() as stack:
+        for it in (torch.Tensor.to, torch.Tensor.type, narrow, F.softmax):
+            owner = F if it is F.softmax else torch.Tensor
+            stack.enter_context(patch.object(owner, it.__name__, widened(it)))
+        yield

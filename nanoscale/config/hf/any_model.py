@@ -27,7 +27,7 @@ KEY = "model.name"
 Json = dict[str, Any]
 
 SIZES = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "layers": ("layers_block_type", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
@@ -81,7 +81,8 @@ def sizes(document: Json) -> Json:
     """Return our keys that config.json defines."""
     values = {}
     for key, names in SIZES.items():
-        numbers = [document[name] for name in names if type(document.get(name)) is int]
+        counts = [len(it) if isinstance(it, list) else it for it in map(document.get, names)]
+        numbers = [it for it in counts if type(it) is int]
         if numbers and numbers[0] > 0:
             values[key] = numbers[0]
     if isinstance(document.get("tie_word_embeddings"), bool):
@@ -125,7 +126,9 @@ def _conflicts(
             message = f"is {shown(given)} in {source}"
             names = SIZES.get(name, ("tie_word_embeddings",))
             within = next(it for it in names if it in document)
-            instead = (override(key, given), override(f"model.hf_config.{within}", wanted))
+            instead = (override(key, given),)
+            if not isinstance(document[within], list):
+                instead += (override(f"model.hf_config.{within}", wanted),)
         else:
             message = "shapes nanoscale's own transformer, and model=hf would ignore it"
         shown_value = wanted if key in reference.declared() else "…"

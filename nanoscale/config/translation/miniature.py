@@ -276,6 +276,7 @@ def _hf_document(document: dict[str, Any], small: Model) -> dict[str, Any]:
         name: min(value, limits[name]) if name in limits and type(value) is int else value
         for name, value in document.items()
     }
-    if kinds := document.get("layer_types"):
-        result["layer_types"] = [*kinds[: small.layers - 1], kinds[-1]]
+    for name in {"layer_types", "layers_block_type"} & document.keys():
+        if kinds := document[name]:
+            result[name] = [*kinds[: small.layers - 1], kinds[-1]]
     return result
