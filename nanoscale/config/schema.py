@@ -281,6 +281,12 @@ class Model:
         "hf, hooks: number of parameters, counted before the launch; null: not counted yet",
         at_least=1,
     )
+    kept_tensors: int = key(
+        0,
+        "tensors of init_from that are not trained, as of towers for images, counted before the launch: "
+        "exports copy them",
+        at_least=0,
+    )
 
     def has_window(self, layer: int) -> bool:
         """Return True if attention of a layer is limited to `sliding_window`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf import export as export_module
 from nanoscale.checkpoint.hf.export import export
-from nanoscale.checkpoint.hf.load import load
+from nanoscale.checkpoint.hf.load import count_kept, find, load
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.errors import UserError
-from nanoscale.config.hf.safetensors_headers import read_header
+from nanoscale.config.hf.safetensors_headers import read_folder, read_header
 from nanoscale.config.hf.shape import read_shape, write_shape
+from nanoscale.config.hf.text_part import read_document, text_config
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
 from nanoscale.data import vocabulary
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, bytes_native
@@ -35,6 +37,7 @@ from tests.support.jobs import SEQ_LEN, make_config, make_run, read_metrics, tra
 from tests.support.rows import exhaustive
 from tests.support.runs import create_run
 from tests.support.token_files import write_indexed
+from tests.support.wrappers import WRAPPERS, assert_rest_is_equal, save_wrapper, wrapper_from
 
 ABOUT = {"step": 7, "consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
 GPT2 = Model(
@@ -55,9 +58,12 @@ def from_pretrained(folder: Path) -> Any:
 def checkpoint_of(
     model: Transformer, folder: Path, others: State | None = None
 ) -> store.StoredCheckpoint:
+    return save_state(dict(state_of(model)) | (others or {}), folder)
+
+
+def save_state(state: State, folder: Path) -> store.StoredCheckpoint:
     run = create_run(folder, "run")
     fence.begin(run, 1)
-    state = dict(state_of(model)) | (others or {})
     path = sharded.save(run.workspace(1), state, ABOUT)
     return store.StoredCheckpoint(path, 7)
 
@@ -303,6 +309,54 @@ def test_a_fine_tune_keeps_the_settings_of_generation_and_the_special_tokens(
     assert vocabulary.write(out, config) == special | {"eos_token_id": exported}
     written = json.loads((out / "generation_config.json").read_text())
     assert written == settings | {"eos_token_id": exported}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "glm4_moe", "glm4_moe, merged"])
+def test_what_training_does_not_change_is_copied_from_the_base(family: str, tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    if family in WRAPPERS:
+        save_wrapper(family, base)
+    else:
+        save("glm4_moe", base, merged=family.endswith("merged"))
+        file = base / "model.safetensors"
+        save_file(load_file(file) | {"model.layers.2.enorm.weight": torch.ones(3)}, file)
+    shape = replace(read_shape(base), init_from=str(base))
+    model = random_model(shape)
+    found = find(base, shape)
+    trained = {tensor.name for pairs in found.values() for _, tensor in pairs}
+    kept = count_kept(base, (tensor for pairs in found.values() for _, tensor in pairs))
+    assert kept == len(read_folder(base)) - len(trained)
+    config = Config(model=replace(shape, kept_tensors=kept), data=Data(source="megatron"))
+    stored = checkpoint_of(model, tmp_path)
+    export(stored, config, out, "fp32", 20_000, quiet)
+    assert_rest_is_equal(base, out, trained)
+    theirs = wrapper_from(out) if family in WRAPPERS else from_pretrained(out)
+    expected = model(tokens())
+    assert (expected - logits(theirs, tokens())).abs().max() <= 1e-5 * expected.abs().max()
+    export(stored, config, tmp_path / "bf16", "bf16", 1 << 30, quiet)
+    for level in (document := read_document(tmp_path / "bf16")), text_config(document):
+        assert level.get("dtype", "bfloat16") == "bfloat16"
+
+    shutil.rmtree(base)
+    with pytest.raises(UserError, match=rf"{base}: does not exist.* copies the {kept} tensors"):
+        export(stored, config, tmp_path / "again", "fp32", 1 << 30, quiet)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_head_of_its_own_is_new_in_a_base_that_ties_it(tmp_path: Path) -> None:
+    save_wrapper("gemma3", tmp_path / "base")
+    shape = replace(
+        read_shape(tmp_path / "base"),
+        tie_embeddings=False,
+        init_from=str(tmp_path / "base"),
+        kept_tensors=1,
+    )
+    model = random_model(shape)
+    config = Config(model=shape, data=Data(source="megatron"))
+    export(checkpoint_of(model, tmp_path), config, tmp_path / "out", "fp32", 1 << 30, quiet)
+    expected = model(tokens())
+    found = logits(wrapper_from(tmp_path / "out"), tokens())
+    assert (expected - found).abs().max() <= 1e-5 * expected.abs().max()
 
 
 # --- export and further training ------------------------------------------------------------------

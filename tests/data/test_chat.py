@@ -210,6 +210,7 @@ def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, setting
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Yes"}
+TEXT = {"type": "text", "text": "What is this?"}
 BAD = {
     "no field": ({"text": "x"}, "has no field 'messages' (--field); its fields: text"),
     "no messages": ({"messages": []}, "has no list of messages, or an empty one"),
@@ -223,6 +224,14 @@ BAD = {
     "no answer": ({"messages": [USER]}, "has no answer: no message is an assistant's"),
     "first": ({"messages": [ANSWER]}, "begins with an answer"),
     "content": ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 has a content"),
+    "image": ({"messages": [{"role": "user", "content": [TEXT, {"type": "image_url"}]}, ANSWER]},
+        "has an image in message 1: only texts are trained"),
+    "video": ({"messages": [USER, ANSWER, {"role": "user", "content": [{"type": "video"}]}]},
+        "has a video in message 3: only texts are trained"),
+    "audio": ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}], "completion": [ANSWER]},
+        "has audio in message 1: only texts are trained"),
+    "images": ({"messages": [USER, ANSWER], "images": ["a.png"]},
+        "has images in its field 'images': only texts are trained"),
     "half a pair": ({"prompt": "Hi"}, "has no field 'messages' (--field); its fields: prompt"),
     "two forms": ({"prompt": "Hi", "completion": [ANSWER]}, "message 2 has a content"),
     "input": ({"instruction": "Hi", "input": 3, "output": "a"}, "its field 'input' is not text"),

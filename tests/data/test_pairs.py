@@ -104,6 +104,10 @@ def test_both_documents_of_a_pair_are_in_one_split_and_tables_hold_pairs(tmp_pat
         ({"prompt": "Hi", "chosen": "4", "rejected": "4"}, "the same chosen and rejected"),
         ({"prompt": "Hi", "chosen": 4, "rejected": "4"}, "neither a text nor a list"),
         ({"chosen": [*EARLIER], "rejected": [*EARLIER, FIVE]}, "no answer after the messages"),
+        (
+            {"prompt": "Hi", "chosen": "4", "rejected": "5", "images": ["a"]},
+            "only texts are trained",
+        ),
         ({"prompt": [3], "chosen": "4", "rejected": "5"}, "message 1 is not an object"),
     ],
 )

@@ -18,15 +18,18 @@ from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.adapters import Merged
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.hf.any_model import sizes
 from nanoscale.config.hf.families import FAMILIES as SUPPORTED
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError, read_folder
-from nanoscale.config.hf.shape import HEAD, read_shape, write_shape
+from nanoscale.config.hf.shape import read_shape, write_shape
+from nanoscale.config.hf.text_part import HEAD, text_config
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Config, Model
 from nanoscale.generate.weights import state_of
 from nanoscale.models.transformer import Transformer
 from tests.support.hf_families import COMMON, FAMILIES, logits, make, save, tokens
+from tests.support.wrappers import save_wrapper
 
 BOUND = 1e-5
 
@@ -334,6 +337,45 @@ def test_missing_settings_are_those_of_transformers(family: str, tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps(document))
         shapes.append(read_shape(tmp_path))
     assert shapes[0] == shapes[1]
+
+
+def test_a_wrapper_has_the_shape_of_its_part_for_texts(tmp_path: Path) -> None:
+    """The published config.json of Gemma 3 4B leaves out what transformers fills in."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    text |= {"num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    wrapper = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    whole = CONFIG_MAPPING["gemma3"].from_dict(wrapper).text_config.to_dict()
+    shapes = []
+    for document in (wrapper, whole):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        shapes.append(read_shape(tmp_path))
+    assert shapes[0] == shapes[1]
+    assert sizes(text_config(wrapper))["vocab"] == shapes[0].vocab == 262208
+    assert text_config(wrapper)["eos_token_id"] == [1, 106]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["language_model.", "language_model.model.", "model.language_model.model.", ""]
+)
+def test_older_names_of_a_wrappers_part_for_texts(prefix: str, tmp_path: Path) -> None:
+    theirs = save_wrapper("mistral3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    plain = {"model.language_model.": "model.", "language_model.": ""}
+    for begin, short in plain.items():
+        tensors = {
+            short + name.removeprefix(begin) if name.startswith(begin) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    renamed = {
+        prefix + name.removeprefix("model." if prefix.endswith("model.model.") else "")
+        if name.startswith("model.")
+        else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, file)
+    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
 
 
 LLAMA = COMMON | {"model_type": "llama"}

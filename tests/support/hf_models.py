@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from nanoscale.config.hf import any_model
+from nanoscale.config.hf.text_part import read_config
 from nanoscale.config.schema import Model
 from nanoscale.models.hf_model import named_tensors
 from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
@@ -146,9 +147,9 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
 
 def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     """Return the shape that the launcher makes of a folder."""
-    document = json.loads((folder / "config.json").read_text())
     from transformers import AutoConfig
 
+    document = read_config(folder)
     sizes = any_model.sizes(document)
     sizes["tie_embeddings"] = getattr(
         AutoConfig.from_pretrained(folder), "tie_word_embeddings", False

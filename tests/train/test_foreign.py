@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from nanoscale.backends.gradients import local_tensor
+from nanoscale.checkpoint.hf import load_any_model
 from nanoscale.checkpoint.hf.export import export
+from nanoscale.checkpoint.hf.load_any_model import judge
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.hf.any_model import sizes
-from nanoscale.config.schema import Backend, Config, Model, Optimizer, Train
+from nanoscale.config.schema import Backend, Config, Data, Model, Optimizer, Train
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
@@ -27,6 +29,7 @@ from nanoscale.models.preferences import Objective
 from nanoscale.parallel.tensor import apply_plan
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
+from tests.checkpoint.test_export import save_state
 from tests.support import hf_families, hf_models
 from tests.support.jobs import (
     StopBefore,
@@ -47,6 +50,7 @@ from tests.support.layouts import record_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves
 from tests.support.rows import exhaustive
+from tests.support.wrappers import WRAPPERS, assert_rest_is_equal, save_wrapper, wrapper_from
 
 DEEPSPEED = {"backend": Backend("deepspeed"), "precision": "fp32"}
 LAYOUTS: list[dict[str, Any]] = [
@@ -315,6 +319,35 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(part(tokens), loaded(tokens).logits)  # type: ignore[has-type]
+
+
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_the_part_for_texts_of_a_wrapper_is_read_and_exported(tmp_path: Path, family: str) -> None:
+    """Nothing else of it is built, and an export gives all of it back."""
+    base, out, tokens = tmp_path / "base", tmp_path / "out", torch.arange(20).view(2, 10)
+    theirs = save_wrapper(family, base)
+    shape = hf_models.shape_of(base)
+    answer = judge(
+        {"model": asdict(shape), "folder": str(base), "tp": 1, "attention": False, "stages": 1}
+    )
+    assert answer["problem"] is None
+    model = HFModel(replace(shape, kept_tensors=answer["kept_tensors"]))
+    assert not any("vision" in name or "visual" in name for name, _ in model.named_modules())
+    model.materialize(torch.device("cpu"))
+    state = {f"model.{name}": value.data for name, value in model.named_parameters()}
+    load_any_model.load(base, shape, state)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), theirs(input_ids=tokens).logits)
+        for value in state.values():
+            value += 0.1
+        expected = model(tokens)
+    config = Config(model=model.shape, data=Data(source="megatron"))
+    export(save_state(state, tmp_path), config, out, "fp32", 1 << 30, lambda *_: None)
+    found = load_any_model.find(base, build(shape)).values()
+    trained = {stored.name for tensor in found for stored in tensor.sources}
+    assert_rest_is_equal(base, out, trained)
+    with torch.no_grad():
+        assert torch.equal(expected, wrapper_from(out)(input_ids=tokens).logits)
 
 
 @pytest.mark.slow

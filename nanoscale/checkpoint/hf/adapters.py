@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import model_math
 from nanoscale.config.hf import peft
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, read_header
-from nanoscale.config.hf.shape import read_config
+from nanoscale.config.hf.text_part import module_prefix, read_config
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 
@@ -67,9 +68,23 @@ def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], advice: st
         base = fingerprint(Path(folder), config.model)
     except BadFileError as error:
         message = f"{error}, and its weights are needed together with the trained adapters"
-        violation = Violation(_KEY, folder, "", message, (advice,))
-        raise UserError("model", f"{_KEY}={folder}: {message}", [violation]) from error
+        raise unusable_base(config, message, advice) from error
     require_same_base(config, base, manifest)
+
+
+def unusable_base(config: ResolvedConfig, message: str, advice: str) -> UserError:
+    """Return the error of a folder of `model.init_from` that is needed again."""
+    folder = config.model.init_from
+    violation = Violation(_KEY, folder, "", message, (advice,))
+    return UserError("model", f"{_KEY}={folder}: {message}", [violation])
+
+
+def is_adapted(config: ResolvedConfig, name: str) -> bool:
+    """True if one of our parameters has adapters."""
+    module, _, kind = name.rpartition(".")
+    _, _, module_in_block = module.rpartition("layers.")[2].partition(".")
+    adapted = model_math.adapted_layers(config.model, config.lora).values()
+    return kind == "weight" and module_in_block in adapted
 
 
 def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Stored, Shape]]:
@@ -99,11 +114,21 @@ def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Store
 
 
 def base_matrices(config: ResolvedConfig) -> dict[str, TensorPosition]:
-    """Return the positions in the base model of the matrices with adapters, by our names of their modules."""
+    """Return the positions in the base model of the matrices with adapters, by our names of their modules.
+
+    Their names are those in transformers' class of the folder, as PEFT expects.
+    """
     positions = hf_positions(config.model, base_family(config))
     modules = model_math.adapted_layers(config.model, config.lora).values()
     names = [f"layers.{n}.{module}" for n in range(config.model.layers) for module in modules]
-    return {name: positions[f"{name}.weight"][0] for name in names}
+    matrices = {name: positions[f"{name}.weight"][0] for name in names}
+    prefix = module_prefix(Path(str(config.model.init_from)))
+    if prefix is None:
+        return matrices
+    return {
+        name: replace(it, name=prefix + it.name.removeprefix("model."))
+        for name, it in matrices.items()
+    }
 
 
 def peft_name(position: TensorPosition, kind: str) -> str:
@@ -135,17 +160,15 @@ class Merged:
         self._config, self._read = config, read
         self._stored = find(Path(str(config.model.init_from)), config.model)
         self._sizes = shapes(config.model)
-        self._adapted = set(model_math.adapted_layers(config.model, config.lora).values())
 
     def __call__(self, name: str) -> Tensor:
         """Return one of our parameters, whole."""
         import torch
 
         weight = self._frozen(name)
-        module, _, kind = name.rpartition(".")
-        _, _, module_in_block = module.rpartition("layers.")[2].partition(".")
-        if kind != "weight" or module_in_block not in self._adapted:
+        if not is_adapted(self._config, name):
             return weight
+        module = name.removesuffix(".weight")
         dtype = torch.promote_types(weight.dtype, torch.float32)
         rank, (outputs, inputs) = self._config.lora.rank, self._sizes[name]
         a = self._read(f"model.{module}.adapter.a", (rank, inputs))

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoscale.checkpoint.hf.load import read_part
-from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, read_folder
+from nanoscale.config.hf.safetensors_headers import BadFileError, Stored
+from nanoscale.config.hf.text_part import read_tensors
 from nanoscale.config.parameters import Shape
 
 Fill = Callable[[Tensor, Shape], object]
@@ -151,7 +152,7 @@ def file_tensors(folder: Path, files: ExitStack) -> dict[str, RecordedTensor]:
 
         return RecordedTensor(stored.shape, fill, [stored])
 
-    return {name: recorded(stored) for name, stored in read_folder(folder).items()}
+    return {name: recorded(stored) for name, stored in read_tensors(folder).items()}
 
 
 def converted(

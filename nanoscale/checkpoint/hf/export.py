@@ -6,14 +6,13 @@ The folder is written next to its destination and renamed to it when all of it i
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor
 
 from nanoscale.checkpoint import store
-from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
+from nanoscale.checkpoint.hf.adapters import Merged, is_adapted, require_base_of
+from nanoscale.checkpoint.hf.base import Base, open_base
 from nanoscale.checkpoint.hf.conversions import RecordedTensor, box_slices, reverted
 from nanoscale.checkpoint.hf.load_any_model import find
 from nanoscale.checkpoint.hf.names import (
@@ -30,16 +30,25 @@ from nanoscale.checkpoint.hf.names import (
     TensorPosition,
     bias_positions,
     hf_positions,
+    is_merged,
     shapes,
 )
-from nanoscale.checkpoint.hf.safetensors_files import divide, dtype_of, file_names, write_file
+from nanoscale.checkpoint.hf.safetensors_files import (
+    Entries,
+    divide,
+    entries_of,
+    file_names,
+    write_file,
+    write_json,
+)
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES, Dtype
 from nanoscale.config.hf.families import UnsupportedError
-from nanoscale.config.hf.safetensors_headers import IN_FP32, INDEX, WIDTH, BadFileError, Shapes
+from nanoscale.config.hf.safetensors_headers import IN_FP32, INDEX, BadFileError, Shapes
 from nanoscale.config.hf.shape import family_of, write_shape
+from nanoscale.config.hf.text_part import HEAD, read_config
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -91,28 +100,33 @@ def export(
     """
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
-    kind = DTYPES[dtype]
-    hf_config = _config(config.model, kind)
-    source = _Source(stored.path, config, _tensors(stored, config.model), kind, note)
-    hf_shapes = source.shapes()
-    files = divide(hf_shapes, kind.safetensors_name, largest)
+    kind, base = DTYPES[dtype], open_base(config)
+    hf_config = {} if base else _config(config.model, kind)
+    source = _Source(stored.path, config, _tensors(stored, config, base), kind, note)
+    entries, trained = entries_of(source.shapes(), kind.safetensors_name), dict[str, str]()
+    if base is not None:
+        entries, trained = base.arrange(entries)
+    files = divide(entries, largest)
     names = file_names(len(files))
-    size = sum(
-        WIDTH[dtype_of(name, kind.safetensors_name)] * math.prod(shape)
-        for name, shape in hf_shapes.items()
-    )
+    size = sum(entry.bytes for entry in entries.values())
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
         raise _has_bias(bias, config.model.experts)
     with new_folder(out, size) as temporary:
-        special = vocabulary.write(temporary, config)
-        if config.model.source == "hf":  # what the data leave open stays as in its config.json
-            special = {name: number for name, number in special.items() if number is not None}
-        hf_config |= special
-        _require_accepted(hf_config, config.model)
-        _write_weights(source, files, names, temporary, size)
+        read: Callable[[Entries], Iterator[memoryview]] = source.bytes_of
+        if base is not None:
+            has_new_head = HEAD in trained and HEAD not in base.tensors
+            base.write_settings(temporary, kind, has_new_head=has_new_head)
+            read = partial(base.content, trained_names=trained, read=source.bytes_of)
+        else:
+            special = vocabulary.write(temporary, config)
+            if config.model.source == "hf":  # what the data leave open stays as in its config.json
+                special = {name: number for name, number in special.items() if number is not None}
+            hf_config |= special
+            _require_accepted(hf_config, config.model)
+            write_json(temporary / "config.json", hf_config)
+        _write_weights(read, files, names, temporary, size)
         _copy_code(stored, config, temporary)
-        write_json(temporary / "config.json", hf_config)
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
     return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
 
@@ -178,13 +192,21 @@ def require_whole(stored: StoredCheckpoint) -> None:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
 
 
-def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
-    """Return our parameters and their positions."""
+def _tensors(stored: StoredCheckpoint, config: ResolvedConfig, base: Base | None) -> Tensors:
+    """Return our parameters and their positions, in the form of a base; of adapters, what they change there."""
+    model = config.model
     if model.source == "own":
-        positions = hf_positions(model, family_of(model))
+        family = family_of(model) if base is None else read_config(base.folder)["model_type"]
+        merged = base is not None and is_merged(base.text_tensors)
+        positions = hf_positions(model, family, merged=merged)
         tensors = {name: (shape, positions[name]) for name, shape in shapes(model).items()}
         biases = bias_positions(model)
-        return tensors | {name: ((model.experts,), (it,)) for name, it in biases.items()}
+        tensors |= {name: ((model.experts,), (it,)) for name, it in biases.items()}
+        if base is None or not config.lora.rank:
+            return tensors
+        changed = {positions[name] for name in shapes(model) if is_adapted(config, name)}
+        names = {it.name for both in changed for it in both}
+        return {name: it for name, it in tensors.items() if it[1][0].name in names}
     prefix = f"model.{PREFIX}"
     own = stored.manifest["tensors"].items()
     named = {name.removeprefix(prefix): it for name, it in own if name.startswith(prefix)}
@@ -236,18 +258,18 @@ def _largest_bias(path: Path, model: Model) -> float:
 
 
 def _write_weights(
-    source: _Source, files: list[Shapes], names: list[str], folder: Path, size: int
+    read: Callable[[Entries], Iterator[memoryview]],
+    files: list[Entries],
+    names: list[str],
+    folder: Path,
+    size: int,
 ) -> None:
-    for name, tensors in zip(names, files, strict=True):
-        write_file(folder / name, tensors, source.kind.safetensors_name, source.bytes_of(tensors))
+    for name, entries in zip(names, files, strict=True):
+        write_file(folder / name, entries, read(entries))
     if len(names) > 1:
         named = zip(names, files, strict=True)
         file_of = {tensor: name for name, contents in named for tensor in contents}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
-
-
-def write_json(file: Path, document: dict[str, Any]) -> None:
-    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 class _Source:
@@ -298,8 +320,8 @@ class _Source:
 
         return reverted({name: recorded(name) for name in self._positions}, hf_model)
 
-    def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
-        for name in tensors:
+    def bytes_of(self, names: Iterable[str]) -> Iterator[memoryview]:
+        for name in names:
             self._done += 1
             self._note(name, self._done, len(self._published or self._positions))
             for block in self._hf_tensor(name):

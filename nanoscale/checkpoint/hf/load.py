@@ -19,6 +19,7 @@ from nanoscale.checkpoint.hf.names import (
     TensorPosition,
     bias_positions,
     hf_positions,
+    is_buffer,
     is_merged,
     is_needless,
     shapes,
@@ -32,7 +33,8 @@ from nanoscale.config.hf.safetensors_headers import (
     Stored,
     read_folder,
 )
-from nanoscale.config.hf.shape import HEAD, family_of, read_config, read_shape
+from nanoscale.config.hf.shape import family_of, read_shape
+from nanoscale.config.hf.text_part import HEAD, read_config, read_tensors
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
 
@@ -60,7 +62,7 @@ def find(folder: Path, model: Model) -> StoredParameters:
     Raises:
         BadFileError: files or tensors are missing, of other shapes, or not part of the shape.
     """
-    file_tensors = read_folder(folder)
+    file_tensors = read_tensors(folder)
     shapes_by_name = shapes(model)
     positions = hf_positions(model, _family(folder, model), merged=is_merged(file_tensors))
     needed = {
@@ -71,11 +73,11 @@ def find(folder: Path, model: Model) -> StoredParameters:
     biases = bias_positions(model)
     needed |= {position.name: (model.experts,) for position in biases.values()}
     stored = {
-        name: tensor for name in needed if (tensor := _find_tensor(file_tensors, name)) is not None
+        name: tensor for name in needed if (tensor := find_tensor(file_tensors, name)) is not None
     }
     embedding = positions["embed.weight"][0].name
     for absent, other in ((HEAD, embedding), (embedding, HEAD)):
-        tensor = _find_tensor(file_tensors, other)
+        tensor = find_tensor(file_tensors, other)
         if absent in needed.keys() - stored.keys() and tensor is not None and _is_tied(folder):
             stored[absent] = tensor
     problems = [f"{name} is missing" for name in needed if name not in stored]
@@ -91,6 +93,15 @@ def find(folder: Path, model: Model) -> StoredParameters:
         name: [(position, stored[position.name]) for position in parameter_positions]
         for name, parameter_positions in positions.items()
     } | {name: [(position, stored[position.name])] for name, position in biases.items()}
+
+
+def count_kept(folder: Path, used: Iterable[Stored]) -> int:
+    """Return the number of tensors of a folder that an export copies: towers, and what its model ignores.
+
+    A tied head and the buffers of old files are not counted.
+    """
+    rest = set(read_folder(folder).values()) - set(used)
+    return sum(not (tensor.name.endswith(HEAD) or is_buffer(tensor.name)) for tensor in rest)
 
 
 def differences(stored: dict[str, Stored], needed: Shapes) -> list[str]:
@@ -245,7 +256,7 @@ def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield Box(*local_region(target)), target.to_local()
 
 
-def _find_tensor(tensors: dict[str, Stored], name: str) -> Stored | None:
+def find_tensor(tensors: dict[str, Stored], name: str) -> Stored | None:
     """Return a file tensor; files of a model without its head lack the prefix of its trunk."""
     for prefix in ("", *PREFIXES):
         if name.startswith(prefix) and name.removeprefix(prefix) in tensors:

@@ -3,7 +3,7 @@
 `python -m nanoscale.checkpoint.hf.load_any_model < request.json` answers whether it can be trained, in a
 process of its own: the launcher calls it, since it never imports torch itself. A request is the keys of
 `model` and the `folder` of its weights or null; the answer, the last line, is the `problem` or null, whether
-it is one `of` the files or of the model, and the number of `parameters`.
+it is one `of` the files or of the model, and the numbers of `parameters` and of `kept_tensors`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoscale.checkpoint.hf.conversions import RecordedTensor, converted, file_tensors
-from nanoscale.checkpoint.hf.load import boxes, differing_shapes, refuse_all, unreadable
+from nanoscale.checkpoint.hf.load import boxes, count_kept, differing_shapes, refuse_all, unreadable
 from nanoscale.checkpoint.hf.names import is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Shapes, Stored, are_equal
 from nanoscale.config.objectives import CLASSIFIER, made_for
@@ -131,12 +131,19 @@ def is_head(name: str, model: Any) -> bool:
 
 def judge(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request."""
-    shape = Model(**request["model"])
+    shape, kept = Model(**request["model"]), 0
     try:
         model = build(shape)
-        problem = _objective_problem(model, made_for(shape.hf_config))
+        objective = made_for(shape.hf_config)
+        problem = _objective_problem(model, objective)
         if problem is None and request["folder"] is not None:
-            find(Path(request["folder"]), model)
+            folder = Path(request["folder"])
+            used = find(folder, model)
+            kept = (
+                count_kept(folder, (it for tensor in used.values() for it in tensor.sources))
+                if objective == "next-token"
+                else 0
+            )
     except BadFileError as error:
         return {"problem": str(error), "of": "files"}
     # errors of transformers, of the model's own code, or of a missing package
@@ -158,7 +165,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             return {"problem": f"cannot divide this model: {error}", "of": "pp"}
     count = sum(parameter.numel() for parameter in model.parameters())
     ties = bool(tied_parameters(model))
-    return {"problem": problem, "of": "model", "parameters": count, "tie_embeddings": ties}
+    found = {"parameters": count, "tie_embeddings": ties, "kept_tensors": kept}
+    return {"problem": problem, "of": "model"} | found
 
 
 def _objective_problem(model: Any, objective: str) -> str | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from nanoscale.config import parameters
 from nanoscale.config.hf.safetensors_headers import IN_FP32
-from nanoscale.config.hf.shape import HEAD
+from nanoscale.config.hf.text_part import HEAD
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
 

@@ -15,14 +15,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanoscale.checkpoint.hf.adapters import base_family, base_matrices, peft_name, require_base_of
-from nanoscale.checkpoint.hf.export import Exported, new_folder, write_json
+from nanoscale.checkpoint.hf.export import Exported, new_folder
 from nanoscale.checkpoint.hf.load import find
 from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.checkpoint.hf.safetensors_files import write_json
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.hf import peft
 from nanoscale.config.hf.safetensors_headers import Stored
+from nanoscale.config.hf.text_part import module_prefix
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data import vocabulary
 
@@ -45,7 +47,14 @@ def export_adapters(
     with new_folder(out, size) as folder:
         vocabulary.write(folder, config)
         save_file(tensors, folder / peft.WEIGHTS, {"format": "pt"})
-        write_json(folder / peft.SETTINGS, _settings(config, ranks))
+        settings = _settings(config, ranks)
+        if module_prefix(
+            Path(str(config.model.init_from))
+        ):  # towers have modules of the same names
+            modules = {name.rpartition(".lora_")[0] for name in tensors}
+            names = sorted(name.removeprefix("base_model.model.") for name in modules)
+            settings["target_modules"] = names
+        write_json(folder / peft.SETTINGS, settings)
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
     return Exported(out, stored.step, dtype, [peft.WEIGHTS], size, has_tokenizer, 0.0)
 

@@ -8,28 +8,45 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoscale.config.hf.safetensors_headers import IN_FP32, SINGLE, WIDTH, Shapes
 
 
-def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+Entries = dict[str, Entry]
+
+
+def entries_of(shapes: Shapes, dtype: str) -> Entries:
+    """Return tensors of a dtype, except tensors that are always in fp32."""
+    dtypes = {name: "F32" if name.endswith(IN_FP32) else dtype for name in shapes}
+    return {
+        name: Entry(dtypes[name], shape, WIDTH[dtypes[name]] * math.prod(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def divide(entries: Entries, largest: int) -> list[Entries]:
     """Divide tensors into files, in their order: at most `largest` bytes each, or one tensor that has more."""
-    files: list[Shapes] = [{}]
+    files: list[Entries] = [{}]
     file_bytes = 0
-    for name, shape in shapes.items():
-        size = WIDTH[dtype_of(name, dtype)] * math.prod(shape)
-        if files[-1] and file_bytes + size > largest:
+    for name, entry in entries.items():
+        if files[-1] and file_bytes + entry.bytes > largest:
             files.append({})
             file_bytes = 0
-        files[-1][name] = shape
-        file_bytes += size
+        files[-1][name] = entry
+        file_bytes += entry.bytes
     return files
-
-
-def dtype_of(name: str, dtype: str) -> str:
-    return "F32" if name.endswith(IN_FP32) else dtype
 
 
 def file_names(count: int) -> list[str]:
@@ -38,15 +55,18 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
-    """Write tensors of a dtype, except tensors that are always in fp32, in the order of `shapes`."""
+def write_json(file: Path, document: dict[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def write_file(file: Path, entries: Entries, values: Iterator[memoryview]) -> None:
+    """Write tensors in the order of `entries`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        kind = dtype_of(name, dtype)
-        size = WIDTH[kind] * math.prod(shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (offset, offset + size)}
-        offset += size
+    for name, entry in entries.items():
+        end = offset + entry.bytes
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (offset, end)}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with file.open("xb") as stream:

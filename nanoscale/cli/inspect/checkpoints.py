@@ -91,7 +91,7 @@ def export_checkpoint(
         "Write the weights in this dtype", shown="what the run computed in"
     ),
     base: Path | None = opt.option(
-        "Find the model of lora adapters here, if it has moved",
+        "Find the model that the run began from here, if it has moved",
         metavar="DIR",
         shown="model.init_from",
     ),
@@ -117,7 +117,7 @@ def export_checkpoint(
     stored, config = store.find_checkpoint(directory.checkpoints, step), load(directory.config)
     folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
     if base is not None:
-        if not config.lora.rank:
+        if not (config.lora.rank or config.model.kept_tensors):
             what = "--base is for runs with lora; the checkpoints of this run hold the whole model"
             raise UserError("usage", what)
         init_from = str(base.expanduser().absolute())

@@ -16,7 +16,8 @@ from nanoscale.config import reference
 from nanoscale.config.hf import pretrained
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate, refuse_model
-from nanoscale.config.hf.shape import as_classifier, read_config, require_causal
+from nanoscale.config.hf.shape import as_classifier, require_causal
+from nanoscale.config.hf.text_part import read_config
 from nanoscale.config.schema import Model
 from nanoscale.config.violations import override, refuse, shown
 
@@ -39,7 +40,8 @@ SIZES = {
 """Our keys, and their names in config.json."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The names of the number of experts in config.json."""
-_OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters")
+_OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters",
+    "kept_tensors")  # fmt: skip
 """Keys of the model that have a meaning here."""
 
 

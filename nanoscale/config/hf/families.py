@@ -500,7 +500,9 @@ FAMILIES: dict[str, Family] = {
             "attn_logit_softcapping": HFOnly(None),  # its code does not apply it
             "rope_local_base_freq": HFKey("rope_theta_local", 10000.0),
         },
-        _GEMMA_USUAL | {"max_seq_len": 131072, "rope_theta": 1e6},
+        _GEMMA_USUAL
+        | {"max_seq_len": 131072, "rope_theta": 1e6, "layers": 26, "hidden": 2304, "heads": 8}
+        | {"ffn": 9216, "vocab": 262208},
         _layer_types(6),
         _SCALED_EMBEDDING,
         without=("hidden_act",),

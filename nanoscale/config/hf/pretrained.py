@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoscale.common.errors import Violation
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.hub import asking, is_name, missing_path, similar_paths, why_not
-from nanoscale.config.hf.shape import HEAD, has_own_head, read_config, read_shape, require_causal
+from nanoscale.config.hf.shape import has_own_head, read_shape, require_causal
+from nanoscale.config.hf.text_part import HEAD, read_config
 from nanoscale.config.schema import Model
 from nanoscale.config.violations import override, refuse, shown
 

@@ -7,7 +7,9 @@ tensor's bytes), and these bytes. Source: the format's section in the README of 
 from __future__ import annotations
 
 import math
+import operator
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 MXFP4 = "MXFP4"
 _LONGEST_HEADER = 100_000_000
 """Bytes, the library's own limit."""
-_COMPARED = 1 << 24
-"""Bytes of two tensors that are in memory together."""
+_READ_AT_ONCE = 1 << 24
+"""Bytes of a tensor that are in memory together."""
 
 
 class BadFileError(Exception):
@@ -46,13 +48,16 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     """The first of its bytes in the file."""
+    bytes: int
     scales: Stored | None = None
     """The scales of a matrix in MXFP4; its own bytes are the blocks, under their name."""
 
-    @property
-    def bytes(self) -> int:
-        numel = math.prod(self.shape)
-        return numel // 2 if self.scales else WIDTH[self.dtype] * numel
+    def content(self) -> Iterator[memoryview]:
+        """Yield its bytes, a part of them in memory at a time."""
+        with self.file.open("rb") as opened:
+            opened.seek(self.start)
+            for begin in range(0, self.bytes, _READ_AT_ONCE):
+                yield memoryview(opened.read(min(_READ_AT_ONCE, self.bytes - begin)))
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
@@ -121,14 +126,7 @@ def are_equal(a: Stored, b: Stored) -> bool:
     """True if two tensors have equal dtype, shape and content, which is read up to the first difference."""
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in WIDTH:
         return False
-    with a.file.open("rb") as one, b.file.open("rb") as other:
-        one.seek(a.start)
-        other.seek(b.start)
-        for begin in range(0, a.bytes, _COMPARED):
-            size = min(_COMPARED, a.bytes - begin)
-            if one.read(size) != other.read(size):
-                return False
-    return True
+    return all(map(operator.eq, a.content(), b.content()))
 
 
 def _single(folder: Path) -> Path:
@@ -153,7 +151,7 @@ def _tensors(file: Path, header: Any, begin: int, size: int) -> dict[str, Stored
             if width is not None and last - first != width * math.prod(shape):
                 what = f"the bytes of {name} do not fit its shape"
                 raise BadFileError(f"{file.name} is damaged: {what}")
-            stored[name] = Stored(file, name, entry["dtype"], shape, begin + first)
+            stored[name] = Stored(file, name, entry["dtype"], shape, begin + first, last - first)
             end = max(end, last)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadFileError(f"{file.name} is damaged: its header is not valid") from error

@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.common.errors import reason
-from nanoscale.common.json_text import parse
 from nanoscale.config.hf.families import FAMILIES, Family, HFKey, HFOnly, Json, UnsupportedError
-from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal, read_folder
+from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal
+from nanoscale.config.hf.text_part import HEAD, read_config, read_tensors
 from nanoscale.config.objectives import CLASSIFIER, made_for
 from nanoscale.config.schema import Model
 from nanoscale.config.values.convert import convert
@@ -25,8 +24,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """The endings of the class names of causal language models."""
 
 _OF_LABELS = ("id2label", "label2id")
-HEAD = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """The endings of the names of their embeddings."""
 
 _ROPE_KINDS = {
@@ -78,8 +76,8 @@ def read_shape(folder: Path) -> Model:
 def has_own_head(folder: Path) -> bool:
     """True if the files of a folder hold an output head and an embedding of other values."""
     try:
-        held = read_folder(folder)
-        embedding = next((held[name] for name in held if name.endswith(_EMBEDDINGS)), None)
+        held = read_tensors(folder)
+        embedding = next((held[name] for name in held if name.endswith(EMBEDDINGS)), None)
         return HEAD in held and embedding is not None and not are_equal(held[HEAD], embedding)
     except (BadFileError, OSError):  # the code that needs the weights reports it
         return False
@@ -109,8 +107,6 @@ def require_causal(document: Json, *, or_masked: bool = False) -> None:
         raise UnsupportedError("is_encoder_decoder=true: only decoders are trained")
     if document.get("quantization_config"):
         raise UnsupportedError("quantization_config: its weights are quantized")
-    if "text_config" in document:
-        raise UnsupportedError("text_config: it is a multimodal model")
     classes = document.get("architectures") or []
     if or_masked and made_for(document) != "next-token":
         return
@@ -119,19 +115,6 @@ def require_causal(document: Json, *, or_masked: bool = False) -> None:
             f"architectures={shown(classes)}: no causal language model, whose class ends with "
             f"{' or '.join(_CAUSAL)}"
         )
-
-
-def read_config(folder: Path) -> Json:
-    """Return the config.json of a folder. Raises UnsupportedError if it is missing or no JSON object."""
-    try:
-        document = parse((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnsupportedError(f"config.json cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise UnsupportedError(f"config.json is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise UnsupportedError("config.json holds no object")
-    return document
 
 
 def _need(document: Json, key: str) -> Any:

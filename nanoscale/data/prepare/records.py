@@ -20,6 +20,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.config.objectives import RECORDS
 from nanoscale.data.prepare.render import (
+    ATTACHED,
     NO_FIELD,
     TOOLS,
     VARIABLES,
@@ -66,7 +67,7 @@ def conversations(raw: bytes) -> list[bytes]:
         message | {"train": False} if isinstance(message, dict) else message
         for message in question + chosen[: len(shared)]
     ]
-    variables = {name: record[name] for name in (TOOLS, VARIABLES) if name in record}
+    variables = {name: record[name] for name in (TOOLS, VARIABLES, *ATTACHED) if name in record}
     return [
         json.dumps(variables | {"conversations": first + answer[len(shared) :]}).encode()
         for answer in (chosen, rejected)
@@ -90,7 +91,7 @@ def rated(raw: bytes, field: str) -> tuple[list[bytes], int]:
     messages = messages_of(record, field)
     last = max((i for i, it in enumerate(messages) if it["role"] != "assistant"), default=-1)
     first = [message | {"train": False} for message in messages[: last + 1]]
-    variables = {name: record[name] for name in (TOOLS, VARIABLES) if name in record}
+    variables = {name: record[name] for name in (TOOLS, VARIABLES, *ATTACHED) if name in record}
     conversation = variables | {"conversations": first + messages[last + 1 :]}
     return [json.dumps(conversation).encode()], int(sign)
 

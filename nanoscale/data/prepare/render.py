@@ -50,6 +50,10 @@ TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 """The fields of a record that its template gets: the functions that the answers may call, and variables."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _THOUGHT_TAG = re.compile(r"</?[\w:]*think(ing)?>")
+_OTHERS = {"image": "an image", "video": "a video", "audio": "audio"}
+"""Names of the parts of a content that are not texts, by a word in their types, as in `image_url`."""
+ATTACHED = ("images", "videos", "audios")
+"""The fields of a record with what its texts refer to as `<image>`."""
 _SWITCHES = ("weight", "train")
 """The fields of a message. If one of them is 0 or false, the model does not learn this answer."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -394,6 +398,9 @@ def messages_of(record: Any, field: str, asks: bool = False) -> list[Message]:
     ShareGPT's `conversations` of `from` and `value`, and the questions and answers of PAIRS, are accepted too.
     With `asks`, its answer may be missing. Raises RecordError.
     """
+    for name in ATTACHED if isinstance(record, dict) else ():
+        if _from_text(record.get(name)):
+            raise RecordError(f"has {name} in its field {name!r}: only texts are trained")
     conversation = _from_text(_conversation(record, field) if isinstance(record, dict) else record)
     if not isinstance(conversation, list) or not conversation:
         raise RecordError("has no list of messages, or an empty one")
@@ -479,6 +486,11 @@ def _message(number: int, record: Any) -> Message:
         message["tool_calls"] = _calls(number, _from_text(message["tool_calls"]) or [])
     if content is not None or not message.get("tool_calls"):
         if not isinstance(content, str):
+            for part in content if isinstance(content, list) else ():
+                kind = str(part.get("type")) if isinstance(part, dict) else ""
+                if other := next((name for name in _OTHERS if name in kind), None):
+                    what = f"has {_OTHERS[other]} in message {number}: only texts are trained"
+                    raise RecordError(what)
             raise RecordError(f"message {number} has a content that is not text")
         message["content"] = content
     for name in _SWITCHES:

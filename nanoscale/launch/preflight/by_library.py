@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import find_adapters
-from nanoscale.checkpoint.hf.load import find
+from nanoscale.checkpoint.hf.load import count_kept, find
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import parameters, token_files
 from nanoscale.config.composing.frozen import dump, load
@@ -26,7 +27,8 @@ from nanoscale.config.hf import any_model
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.hf.safetensors_headers import BadFileError
-from nanoscale.config.hf.shape import HEAD, has_own_head, read_shape
+from nanoscale.config.hf.shape import has_own_head, read_shape
+from nanoscale.config.hf.text_part import HEAD
 from nanoscale.config.objectives import evaluated
 from nanoscale.config.optimizers import keeps_average
 from nanoscale.config.resolved import ResolvedConfig
@@ -58,8 +60,10 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
         return config
     try:
         folder = locate(init_from, weights=True)
-        find(folder, config.model)
-        found = replace(config, model=replace(config.model, init_from=str(folder)))
+        pairs = chain.from_iterable(find(folder, config.model).values())
+        kept = count_kept(folder, (tensor for _, tensor in pairs))
+        loaded = replace(config.model, init_from=str(folder), kept_tensors=kept)
+        found = replace(config, model=loaded)
         if config.lora.init_from is not None:
             find_adapters(Path(config.lora.init_from), found)
         if config.model.tie_embeddings and has_own_head(folder):  # fetched after its config.json
@@ -141,7 +145,7 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
         key = KEY if answer["of"] == "files" else any_model.KEY
         composed.refuse(key, "; ".join(filter(None, (answer["problem"], code))), kind="model")
-    found = {key: answer[key] for key in ("parameters", "tie_embeddings")}
+    found = {key: answer[key] for key in ("parameters", "tie_embeddings", "kept_tensors")}
     checked = replace(model, init_from=folder or init_from, **found)
     return replace(config, model=checked)
 
