@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanoscale.checkpoint import store
+from nanoscale.checkpoint.hf.adapters import find_adapters
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.hf.peft_adapters import export_adapters
 from nanoscale.cli.main import run as nanoscale
@@ -32,6 +33,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.rows import exhaustive
+from tests.support.wrappers import assert_rest_is_equal, save_wrapper, wrapper_from
 
 PHI3 = ["wq", "wv", "gate", "up"]
 
@@ -76,6 +78,36 @@ def test_peft_computes_what_the_merged_model_computes(
     found = PeftModel.from_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "adapters")
     torch.testing.assert_close(logits(found, tokens), merged, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(base, tokens), merged, atol=1e-3)
+
+
+def test_adapters_of_a_wrapper_have_the_names_of_its_modules(tmp_path: Path) -> None:
+    """Towers have modules of the same names; of the merged export, only the adapted matrices differ."""
+    from peft import PeftModel
+
+    write_tokens(tmp_path)
+    base, out = tmp_path / "base", tmp_path / "merged"
+    theirs = save_wrapper("gemma3", base)
+    model = replace(read_shape(base), init_from=str(base), kept_tensors=1)
+    config = make_config(tmp_path, model=model, precision="fp32", lora=Lora(rank=3, targets=["wq"]))
+    checkpoint = replace(config.checkpoint, at_end=True)
+    config = replace(config, train=replace(config.train, steps=2), checkpoint=checkpoint)
+    run = make_run(config)
+    train(run, config)
+    stored = store.find_checkpoint(run.checkpoints, None)
+    export(stored, config, out, "fp32", 1 << 30, quiet)
+    begin = "language_model.model.layers"
+    changed = {f"{begin}.{layer}.self_attn.q_proj.weight" for layer in range(2)}
+    assert_rest_is_equal(base, out, changed)
+    export_adapters(stored, config, tmp_path / "adapters", "fp32")
+    tokens = torch.arange(1, 13).unsqueeze(0)
+    merged, before = logits(wrapper_from(out), tokens), logits(theirs, tokens)
+    found = PeftModel.from_pretrained(theirs, tmp_path / "adapters")
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=tokens).logits, merged, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before, merged, atol=1e-3)
+    adapted = [name for name, _ in found.named_parameters() if "lora_" in name]
+    assert len(adapted) == 4 and not any("vision" in name for name in adapted)
+    assert len(find_adapters(tmp_path / "adapters", config)) == 4
 
 
 def test_a_whole_model_has_no_adapters(
