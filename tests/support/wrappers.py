@@ -48,6 +48,16 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"out_hidden_size": 32, "num_position_embeddings": 4},
         {},
     ),
+    "qwen3_5_moe": (  # experts in the files in another form than transformers'
+        _TEXT
+        | _DELTA
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4}
+        | {"layer_types": ["linear_attention", "full_attention"], "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "patch_size": 8}
+        | {"out_hidden_size": 32, "num_position_embeddings": 4},
+        {},
+    ),
     "llama4": (
         _TEXT | {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1},
         _VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
