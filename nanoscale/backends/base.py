@@ -73,11 +73,6 @@ class Engine(ABC):
         self.before_norm: Callable[[], None] = lambda: None
         """A function that each rank calls in every step before the gradients' norm, which all ranks compute."""
 
-    @property
-    def dp_rank(self) -> int:
-        """The index of this rank's share of the global batch."""
-        return self.coordinates.dp
-
     @abstractmethod
     def train_step(self, micro_batches: list[Batch], lr: float, logged: bool = False) -> StepResult:
         """Update once from this rank's micro batches, each of `[micro_batch, seq]` token ids.
@@ -309,9 +304,10 @@ class Engine(ABC):
         next_logits = torch.zeros(self.config.model.vocab, device=self.device)
         local_index = (positions == len(tokens) - 1).nonzero()
         if logits is not None and len(local_index) and self.coordinates.dp == 0:
-            _write_vocabulary_shard(
-                next_logits, logits[0, int(local_index[0])], self.coordinates.tp
-            )
+            shard = logits[0, int(local_index[0])]
+            first = self.coordinates.tp * len(shard)
+            if first < len(next_logits):  # else the first rank has whole logits
+                next_logits[first : first + len(shard)] = shard
         if dist.is_initialized():
             dist.all_reduce(next_logits)
         return next_logits
@@ -468,11 +464,3 @@ def _token_figures(logits: Tensor, targets: Tensor) -> Tensor:
     own = wide.gather(1, targets.where(is_local, 0)[:, None])[:, 0].where(is_local, -torch.inf)
     largest, index = wide.max(dim=-1)
     return torch.stack([wide.logsumexp(dim=-1), largest, index == targets, own]).double()
-
-
-def _write_vocabulary_shard(out: Tensor, logits: Tensor, rank: int) -> None:
-    """Write a rank's shard of one position's logits into `out` `[vocab]`; whole ones only from the first
-    rank."""
-    first = rank * len(logits)
-    if first < len(out):
-        out[first : first + len(logits)] = logits

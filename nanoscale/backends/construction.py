@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from nanoscale.backends import low_bits
 from nanoscale.backends.base import make_stage
-from nanoscale.backends.gradients import TiedGradient
-from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import lora
 from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import parallelize
-from nanoscale.parallel.ddp import GradientReducer
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 from nanoscale.parallel.mesh import Layout
 from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
@@ -69,24 +66,6 @@ def make_masters(
         return None
     (model,) = stages.values()
     return MasterWeights(model.named_parameters(), TORCH_DTYPES[precision.compute])
-
-
-def make_reducer(
-    parameters: Iterable[tuple[str, nn.Parameter]], config: ResolvedConfig, layout: Layout
-) -> GradientReducer | None:
-    """Create the reducer of the gradients of replicas; None if FSDP2 reduces them, or nothing does."""
-    if layout.data is None or not is_replicated(config):
-        return None
-    return GradientReducer([p for _, p in parameters], layout.data.get_group("dp_replicate"))
-
-
-def make_tied_gradient(
-    parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, name: str
-) -> TiedGradient | None:
-    """Create the sum of the gradients of a tied embedding; None if this rank shares none with another stage."""
-    if layout.ends is None:
-        return None
-    return TiedGradient(dict(parameters)[name], layout.ends)
 
 
 def make_pipeline(

@@ -15,10 +15,13 @@ from nanoscale.backends.adamw import ScheduleFreeAdamW, update_averages
 from nanoscale.backends.base import StepResult
 from nanoscale.backends.native_state import NativeState
 from nanoscale.backends.qk_clip import QKClip
+from nanoscale.config.layout import is_replicated
 from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import fsdp
+from nanoscale.parallel.ddp import GradientReducer
 from nanoscale.parallel.mesh import make_layout
 
 
@@ -41,12 +44,20 @@ class NativeEngine(NativeState):
         self.named = named if self.masters is None else self.masters.parameters
         trained = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
         self.trained = trained
-        self.reducer = construction.make_reducer(trained, config, layout)
-        tied_name = next(iter(self.stages.values())).tied_name
-        self.tied = construction.make_tied_gradient(trained, layout, tied_name)
+        self.reducer: GradientReducer | None = None
+        """The reducer of the gradients of replicas; None if FSDP2 reduces them, or nothing does."""
+        if layout.data is not None and is_replicated(config):
+            group = layout.data.get_group("dp_replicate")
+            self.reducer = GradientReducer([p for _, p in trained], group)
+        self.tied: gradients.TiedGradient | None = None
+        """The sum of the gradients of a tied embedding; None if this rank shares none with another stage."""
+        if layout.ends is not None:
+            tied_name = next(iter(self.stages.values())).tied_name
+            self.tied = gradients.TiedGradient(dict(trained)[tied_name], layout.ends)
         rounded = rounds(config.optimizer, config.precision)
+        own = function(config, "optimizer") if config.optimizer.name == "hooks" else None
         self.optimizer = optimizers.make_optimizer(
-            trained, config.optimizer, rounded=rounded, build=optimizers.own_optimizer(config)
+            trained, config.optimizer, rounded=rounded, build=own
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.filled: list[nn.Parameter] = []  # had no gradient in the last step, and got zeros

@@ -22,9 +22,7 @@ from nanoscale.backends.muon import Muon
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.common.errors import UserError
 from nanoscale.config.optimizers import AVERAGE, group_of, rule_of
-from nanoscale.config.schema import Config
 from nanoscale.config.schema import Optimizer as OptimizerConfig
-from nanoscale.config.values.hooks import function
 from nanoscale.models.initialization import local_region
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -50,9 +48,8 @@ def make_optimizer(
     groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         is_matrix = _dimensions(name, parameter) > 1
-        is_muon = (
-            config.name == "muon" and _dimensions(name, parameter) in (2, 3) and _is_in_block(name)
-        )
+        in_block = any(part.isdecimal() for part in name.split("."))
+        is_muon = config.name == "muon" and in_block and _dimensions(name, parameter) in (2, 3)
         chosen = group_of(name, config)
         decay, factor = config.weight_decay if is_matrix else 0.0, 1.0
         if chosen is not None:
@@ -82,11 +79,6 @@ def make_optimizer(
         _check_own(optimizer, parameters)
         return optimizer
     return RoundedAdamW(own, lr=config.lr, **arguments)
-
-
-def own_optimizer(config: Config) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """Return the user's own optimizer as a function of its groups; None if another one is chosen."""
-    return function(config, "optimizer") if config.optimizer.name == "hooks" else None
 
 
 def _check_own(optimizer: Optimizer, parameters: NamedParameters) -> None:
@@ -153,11 +145,6 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
         if type(value) in (int, float) or (isinstance(value, Tensor) and value.ndim == 0)
         if key not in ("lr", "lr_factor", "weight_decay")
     }
-
-
-def _is_in_block(name: str) -> bool:
-    """True for a parameter of a block, whose number is a part of the name."""
-    return any(part.isdecimal() for part in name.split("."))
 
 
 def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
@@ -380,7 +367,7 @@ def _moment_to_save(moment: Tensor) -> FlatShard:
     quantized: Any = local_tensor(moment)
     tensors = [tensor.detach() for tensor in (quantized.codes, quantized.scale, quantized.qmap)]
     restore = partial(dequantize, signed=quantized.signed)
-    return FlatShard.computed(tensors, restore, torch.float32, tuple(moment.shape), _window(moment))
+    return FlatShard(tensors, moment.shape, 0, _window(moment), restore, torch.float32)
 
 
 def _buffer_to_load(moment: Tensor) -> FlatShard:

@@ -34,10 +34,6 @@ class Box:
         return Box((0,) * len(shape), shape)
 
 
-def _unchanged(elements: Tensor) -> Tensor:
-    return elements
-
-
 class FlatShard(Tensor):
     """The elements `start … start + count` of the part `window` of a tensor, in row-major order.
 
@@ -46,66 +42,45 @@ class FlatShard(Tensor):
 
     parts: tuple[Tensor, ...]
     """The tensors in memory: the elements themselves, or tensors from which they are computed."""
-    join: Callable[..., Tensor]
-    """A function from `parts` to the elements."""
+    join: Callable[..., Tensor] | None
+    """A function from `parts` to the elements; None: the only part is the elements."""
     window: Box
     start: int
     count: int
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, shape: tuple[int, ...], start: int, window: Box | None = None
-    ) -> FlatShard:
-        """Create a shard of `local`, `[elements]`, which loading fills in place."""
-        window = window or Box.whole(tuple(shape))
-        local = local.detach()
-        size = torch.Size(shape)
-        return cls._make((local,), _unchanged, local, size, start, local.numel(), window)
-
-    @classmethod
-    def computed(
         cls,
-        parts: Sequence[Tensor],
-        join: Callable[..., Tensor],
-        dtype: torch.dtype,
+        local: Tensor | Sequence[Tensor],
         shape: tuple[int, ...],
-        window: Box,
-    ) -> FlatShard:
-        """Return a shard of the whole `window` that is computed from `parts` each time it is read.
-
-        Nothing can be loaded into it.
-        """
-        like = torch.empty(0, dtype=dtype, device=parts[0].device)
-        count = prod(window.sizes)
-        return cls._make(tuple(parts), join, like, torch.Size(shape), 0, count, window)
-
-    @classmethod
-    def _make(
-        cls,
-        parts: tuple[Tensor, ...],
-        join: Callable[..., Tensor],
-        like: Tensor,
-        shape: torch.Size,
         start: int,
-        count: int,
-        window: Box,
+        window: Box | None = None,
+        join: Callable[..., Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> FlatShard:
+        """Create a shard.
+
+        Args:
+            local: `[elements]`, which loading fills in place; or the parts of which `join` computes the whole
+                window, in `dtype`, each time it is read, and into which nothing can be loaded.
+        """
+        parts = (local.detach(),) if isinstance(local, Tensor) else tuple(local)
         shard: FlatShard = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
+            cls, torch.Size(shape), dtype=dtype or parts[0].dtype, device=parts[0].device
         )
         shard.parts, shard.join = parts, join
-        shard.start, shard.count, shard.window = start, count, window
+        shard.start, shard.window = start, window or Box.whole(tuple(shape))
+        shard.count = parts[0].numel() if join is None else prod(shard.window.sizes)
         return shard
 
     def with_parts(self, parts: tuple[Tensor, ...]) -> FlatShard:
         """Return the same shard with copies of its parts, on any device."""
-        like = torch.empty(0, dtype=self.dtype, device=parts[0].device)
-        return self._make(parts, self.join, like, self.shape, self.start, self.count, self.window)
+        return FlatShard(parts, self.shape, self.start, self.window, self.join, self.dtype)
 
     @property
     def local(self) -> Tensor:
         """Return the elements, `[count]`."""
-        return self.join(*self.parts)
+        return self.parts[0] if self.join is None else self.join(*self.parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FlatShard({tuple(self.shape)}, {self.start}, {self.count})"

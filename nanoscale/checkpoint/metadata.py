@@ -12,7 +12,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 FILE = ".metadata"
 
@@ -80,7 +80,7 @@ def _require_known_instructions(content: bytes) -> None:
             continue
         width = _WITH_A_LENGTH.get(content[at : at + 1])
         if width is None:
-            _refuse("has an instruction that torch does not write")
+            raise MetadataError("has an instruction that torch does not write")
         at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
 
 
@@ -160,7 +160,7 @@ def _tensor(
         offsets = _numbers(chunk["offsets"])
         location = locations[name, offsets]
         if location.get("transform_descriptors"):
-            _refuse("stores encoded tensors, which no checkpoint of nanoscale does")
+            raise MetadataError("stores encoded tensors, which no checkpoint of nanoscale does")
         start, length = _number(location["offset"]), _number(location["length"])
         file, sizes = _text(location["relative_path"]), _numbers(chunk["sizes"])
         shards.append(StoredShard(offsets, sizes, file, start, length))
@@ -169,14 +169,14 @@ def _tensor(
 
 def _record(value: Any, kind: str) -> _Record:
     if not isinstance(value, _Record) or type(value).__name__ != kind:
-        _refuse("is not the index of a checkpoint")
+        raise MetadataError("is not the index of a checkpoint")
     return value
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:
     state = _record(value, kind).state
     if type(state) is not dict:
-        _refuse("is not the index of a checkpoint")
+        raise MetadataError("is not the index of a checkpoint")
     return state
 
 
@@ -187,15 +187,11 @@ def _numbers(size: Any) -> tuple[int, ...]:
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        _refuse(f"holds {value!r:.40} instead of a number")
+        raise MetadataError(f"holds {value!r:.40} instead of a number")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        _refuse(f"holds {value!r:.40} instead of a name")
+        raise MetadataError(f"holds {value!r:.40} instead of a name")
     return value
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise MetadataError(reason)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,7 @@ from torch.distributed import Store, TCPStore
 
 from nanoscale.parallel import process_group as ranks
 from nanoscale.runs.directory import write_json
-
-if TYPE_CHECKING:
-    from nanoscale.runs.rank_context import RankContext
+from nanoscale.runs.rank_context import RankContext
 
 _GROWTH = 4
 SIZES = tuple((1 << 10) * _GROWTH**step for step in range(9))

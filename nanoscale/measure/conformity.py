@@ -176,7 +176,7 @@ def _first_of_all(name: str | None) -> str | None:
 
 def _sample_findings(engine: NativeEngine, numbers: list[int]) -> list[str]:
     """Return a sentence if an epoch repeats samples or leaves some out; each rank has read these numbers."""
-    shares = sorted(dict(process_group.gather((engine.dp_rank, numbers))).items())
+    shares = sorted(dict(process_group.gather((engine.coordinates.dp, numbers))).items())
     order = np.concatenate([np.reshape(read, (STEPS, -1)) for _, read in shares], 1).flatten()
     size = _epoch(engine.config)
     for epoch in (1, 2) if len(order) else ():

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,11 @@ from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.parallel import process_group
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.rank_context import RankContext
 from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Training
 from nanoscale.train.profile import recording
-
-if TYPE_CHECKING:
-    from nanoscale.runs.rank_context import RankContext
-
 
 RECORDED = 2
 _SAID_EVERY_S = 1.0

@@ -9,11 +9,14 @@ arXiv:1909.08053, section 3).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -34,25 +37,39 @@ TokenLosses = Callable[[Tensor, Tensor], Tensor]
 losses of targets that are IGNORED do not count."""
 
 
-class Vocabulary(Protocol):
-    """A rank's shard of the head's rows, and the reductions over the other ranks."""
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's rows of the head, which the ranks of `group` share, and reductions over them."""
 
-    @property
-    def first(self) -> int:
-        """The token of this rank's first row."""
+    first: int
+    """The token of this rank's first row."""
+    group: ProcessGroup
 
     def log_sum(self, local: Tensor) -> Tensor:
         """Return the logarithm `[tokens, 1]` of the sum of all exponentials, from this rank's."""
-
-    def sum_over_ranks(self, local: Tensor) -> Tensor:
-        """Return the sum of a scalar over ranks."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of shards."""
+        all_log_sums = local.new_empty(self.group.size(), *local.shape)
+        dist.all_gather(list(all_log_sums), local, group=self.group)
+        return all_log_sums.logsumexp(dim=0)
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all rows, with the gradient of this rank's rows."""
+        gathered: Tensor = _Gathered.apply(logits, self)
+        return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    """The logits of all ranks, which all compute the same losses of them."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.first, ctx.rows = shard.first, local.shape[-1]
+        parts = [torch.empty_like(local) for _ in range(shard.group.size())]
+        dist.all_gather(parts, local.contiguous(), group=shard.group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.first, ctx.rows), None
 
 
 class LossSettings:
@@ -100,7 +117,7 @@ def logits_or_loss(
     weight: Tensor,
     targets: Tensor | None,
     head: LossSettings,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyShard | None = None,
     references: Tensor | None = None,
 ) -> Tensor:
     """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar.
@@ -158,7 +175,7 @@ def _own_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    vocabulary: Vocabulary | None,
+    vocabulary: VocabularyShard | None,
     softcap: float | None,
 ) -> Tensor:
     """Return the sum of the user's losses; of several chunks, the logits of one are in memory at a time."""
@@ -169,7 +186,7 @@ def _own_loss(
         return sum_of_losses(token_losses, whole, targets)
 
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    rows = len(weight) * (1 if vocabulary is None else vocabulary.ranks)  # all are gathered
+    rows = len(weight) * (1 if vocabulary is None else vocabulary.group.size())  # all are gathered
     chunks = max(1, -(-len(targets) * rows // LOGITS_AT_ONCE))
     if chunks == 1:
         return loss(hidden, weight, targets)
@@ -182,7 +199,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyShard | None = None,
     *,
     fused: bool = False,
     z_loss: float = 0.0,
@@ -242,7 +259,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocabulary: Vocabulary | None,
+        vocabulary: VocabularyShard | None,
         chunk_loss: ChunkLoss,
         z_loss: float,
         softcap: float | None,
@@ -285,7 +302,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del grad_logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return loss if vocabulary is None else vocabulary.sum_over_ranks(loss)
+        if vocabulary is not None:
+            dist.all_reduce(loss, group=vocabulary.group)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -314,7 +333,7 @@ class _ChunkTargets:
     def __init__(
         self,
         targets: Tensor,
-        vocabulary: Vocabulary | None,
+        vocabulary: VocabularyShard | None,
         size: int,
         z_loss: float,
         token_weights: Tensor | None,

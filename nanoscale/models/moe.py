@@ -98,7 +98,11 @@ class Router(nn.Module):
         products = products if bias is None else products + bias.to(products.dtype)
         scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
         load = self.load if torch.is_grad_enabled() else None  # counted in training alone
-        chosen = choose_experts(self._biased(scores.detach()), self.top_k, load)
+        biases = (BIAS_UNIT * self.choice_bias.double()).to(scores.dtype)
+        biased_scores = scores.detach() + biases
+        if self.groups > 1:
+            biased_scores = self._in_best_groups(biased_scores)
+        chosen = choose_experts(biased_scores, self.top_k, load)
         if self.penalty and torch.is_grad_enabled():
             scores = _AddLoss.apply(
                 scores, self.penalty * self.imbalance(scores, chosen, len(hidden))
@@ -106,11 +110,6 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalizes else weights
         return weights * self.scale if self.scale != 1 else weights, chosen
-
-    def _biased(self, scores: Tensor) -> Tensor:
-        """Return the scores by which experts are chosen."""
-        biased_scores = scores + (BIAS_UNIT * self.choice_bias.double()).to(scores.dtype)
-        return self._in_best_groups(biased_scores) if self.groups > 1 else biased_scores
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """Return the scores, -∞ outside of a token's groups (DeepSeek-AI 2024, arXiv:2412.19437, section

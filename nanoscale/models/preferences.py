@@ -80,7 +80,7 @@ class Objective:
         self.baseline: Tensor | float = 0.0
         """kto: the mean logarithm of policy over reference of answers to other questions, over the rows of all
         ranks; at least 0. It is computed before the first backward pass, and is a constant in it."""
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = _same
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda local: local
         """A function from a sum over this rank's part of the sequence to that over the whole sequence."""
         self.counts_values = True
         """False if another rank has the same answers, and counts their losses."""
@@ -126,7 +126,3 @@ class Objective:
         """Return the sums, and begin new ones."""
         sums, self.sums = self.sums, None
         return torch.zeros(3, dtype=torch.float64) if sums is None else sums
-
-
-def _same(local: Tensor) -> Tensor:
-    return local

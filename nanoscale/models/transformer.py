@@ -66,7 +66,7 @@ class Transformer(nn.Module):
         self.shape, self.first, self.last = shape, first, last
         self.sequence_shards = 1
         """Ranks that share the residual stream's sequence between the blocks."""
-        self.sequence_length: Callable[[int], int] = _same
+        self.sequence_length: Callable[[int], int] = lambda seq: seq
         """A function from the tokens of this rank's sequence to the whole sequence's tokens."""
         self.token_positions: Callable[[int, torch.device], Tensor] = whole_sequence
         """A function that returns the positions `[seq]` of the tokens of this rank's sequence."""
@@ -165,10 +165,6 @@ def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, mask
     for layer in layers.values():
         hidden = layer(hidden, rotations, masks)
     return hidden
-
-
-def _same(seq: int) -> int:
-    return seq
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -336,10 +336,7 @@ def _is_weight(tensor: Tensor) -> bool:
 _WEIGHT_VIEWS = ("ToCopyBackward0", "_ToLocalBackward")
 """Names of the operations of autocast, and of `parallel.local_parameters`."""
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
 
-
+@cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

@@ -88,13 +88,10 @@ def _divide_experts(
 ) -> None:
     mesh = layout.expert_mesh if layout is not None else tensor
     assert mesh is not None
-    placements: dict[str, list[Placement]] = {
-        name: [
-            *([Shard(0)] if layout is not None else []),
-            *([_along(width_dim)] if tensor is not None else []),
-        ]
-        for name, width_dim in _WIDTH.items()
-    }
+    placements: dict[str, list[Placement]] = {}
+    for name, width_dim in _WIDTH.items():
+        by_tp = Replicate() if width_dim is None else Shard(width_dim)
+        placements[name] = [Shard(0)] * (layout is not None) + [by_tp] * (tensor is not None)
     ep = layout.group.size() if layout is not None else 1
     divide(experts, unit, mesh, placements, partial(_own, mean))
     if layout is not None:
@@ -102,10 +99,6 @@ def _divide_experts(
         experts.forward = exchange  # type: ignore[method-assign, assignment]
         if tensor is None:
             unit.forward = partial(run_in_halves, unit, exchange)  # type: ignore[method-assign]
-
-
-def _along(dimension: int | None) -> Placement:
-    return Replicate() if dimension is None else Shard(dimension)
 
 
 def _own(mean: float, weight: Tensor) -> Tensor:

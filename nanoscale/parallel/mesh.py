@@ -74,12 +74,9 @@ def _ends_group(config: ResolvedConfig) -> ProcessGroup | None:
 
 
 def _make_expert_layout(config: ResolvedConfig, device_type: str) -> ExpertLayout:
-    mesh, data = _data_mesh(config, device_type, config.parallel.ep, config.parallel.expert_tp)
-    return ExpertLayout(
-        data=data,
-        expert_mesh=mesh["ep", "tp"] if config.parallel.expert_tp > 1 else mesh["ep"],
-        group=mesh["ep"].get_group(),
-    )
+    tp = config.parallel.expert_tp
+    mesh, data = _data_mesh(config, device_type, config.parallel.ep, tp)
+    return ExpertLayout(data, mesh["ep", "tp"] if tp > 1 else mesh["ep"], mesh["ep"].get_group())
 
 
 def _data_mesh(

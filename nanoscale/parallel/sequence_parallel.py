@@ -48,12 +48,14 @@ class ResidualStream:
     def gather(self, hidden: Tensor) -> Tensor:
         """Gather the stream to `[…, seq, hidden]`, from which every rank computes another part of the next
         result."""
-        gathered: Tensor = _Gather.apply(hidden, self.group, self.ranks, self.divided)
+        stream = self.group, self.ranks, self.divided
+        gathered: Tensor = _Collective.apply(hidden, _GATHERS, _REDUCES, *stream)
         return gathered
 
     def reduce(self, partial_sum: Tensor) -> Tensor:
         """Reduce every rank's partial sum `[…, seq, hidden]` to the stream."""
-        reduced: Tensor = _Reduce.apply(partial_sum, self.group, self.ranks, self.divided)
+        stream = self.group, self.ranks, self.divided
+        reduced: Tensor = _Collective.apply(partial_sum, _REDUCES, _GATHERS, *stream)
         return reduced
 
     def wrap(self, module: nn.Module) -> None:
@@ -84,41 +86,25 @@ def fuse_with_products(mesh: DeviceMesh) -> None:
 
 def mean_over_ranks(stream: ResidualStream, local: Tensor) -> Tensor:
     """Return the mean of every rank's tensor, which each rank uses in another part of the result."""
-    total: Tensor = _Sum.apply(local, stream.group, stream.ranks, False)
+    total: Tensor = _Collective.apply(local, _REDUCES, _REDUCES, stream.group, stream.ranks, False)
     return total / stream.ranks
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, *stream: Any) -> Tensor:
-        ctx.stream = stream
-        return _reduce(local, *stream)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _reduce(grad, *ctx.stream), None, None, None
+_GATHERS, _REDUCES = True, False
 
 
-class _Gather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """A collective whose gradient is a collective: each gathers or reduces."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *stream: Any) -> Tensor:
-        ctx.stream = stream
-        return _gather(hidden, *stream)
+    def forward(ctx: Any, x: Tensor, gathers: bool, gathers_back: bool, *stream: Any) -> Tensor:
+        ctx.gathers_back, ctx.stream = gathers_back, stream
+        return _gather(x, *stream) if gathers else _reduce(x, *stream)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _reduce(grad, *ctx.stream), None, None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial_sum: Tensor, *stream: Any) -> Tensor:
-        ctx.stream = stream
-        return _reduce(partial_sum, *stream)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, *ctx.stream), None, None, None
+        run = _gather if ctx.gathers_back else _reduce
+        return run(grad, *ctx.stream), None, None, None, None, None
 
 
 def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:

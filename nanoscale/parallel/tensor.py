@@ -6,7 +6,6 @@ the blocks is Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from nanoscale.models.head import Head, TiedHead, logits_or_loss
+from nanoscale.models.head import Head, TiedHead, VocabularyShard, logits_or_loss
 from nanoscale.models.hf_model import HFModel, tp_styles
 from nanoscale.models.lora import Adapter
 from nanoscale.models.moe import MixtureOfExperts
@@ -252,43 +251,3 @@ def _apply_rows(
     rows = replicated_grad(weight)
     vocabulary = VocabularyShard(mesh.get_local_rank() * len(rows), mesh.get_group())
     return logits_or_loss(stream.gather(hidden), rows, targets, head, vocabulary, references)
-
-
-@dataclass(frozen=True)
-class VocabularyShard:
-    """This rank's rows of the head, which the ranks of `group` share: a `Vocabulary`."""
-
-    first: int
-    group: ProcessGroup
-
-    def log_sum(self, local: Tensor) -> Tensor:
-        all_log_sums = local.new_empty(self.group.size(), *local.shape)
-        dist.all_gather(list(all_log_sums), local, group=self.group)
-        return all_log_sums.logsumexp(dim=0)
-
-    def sum_over_ranks(self, local: Tensor) -> Tensor:
-        dist.all_reduce(local, group=self.group)
-        return local
-
-    @property
-    def ranks(self) -> int:
-        return self.group.size()
-
-    def gather(self, logits: Tensor) -> Tensor:
-        gathered: Tensor = _Gathered.apply(logits, self)
-        return gathered
-
-
-class _Gathered(torch.autograd.Function):
-    """The logits of all ranks, which all compute the same losses of them."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, shard: VocabularyShard) -> Tensor:
-        ctx.first, ctx.rows = shard.first, local.shape[-1]
-        parts = [torch.empty_like(local) for _ in range(shard.ranks)]
-        dist.all_gather(parts, local.contiguous(), group=shard.group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.first, ctx.rows), None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,12 +23,10 @@ from nanoscale.data.loader import Loader
 from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.rank_context import RankContext
 from nanoscale.train.evaluations import validate
 from nanoscale.train.job import base_fingerprint, load_initial_weights, load_weights, make_engine
 from nanoscale.train.teacher import set_references
-
-if TYPE_CHECKING:
-    from nanoscale.runs.rank_context import RankContext
 
 T = TypeVar("T")
 _PRINT_EVERY_S = 1.0
@@ -102,7 +100,7 @@ def _evaluate(
     """Evaluate the samples of one source."""
     config, samples = context.config, split.samples_of(requested)
     batches = split.loader.valid_batches(
-        samples, engine.dp_rank, config.parallel.dp, config.train.micro_batch
+        samples, engine.coordinates.dp, config.parallel.dp, config.train.micro_batch
     )
     count = -(-samples // (config.parallel.dp * config.train.micro_batch))
     start = time.perf_counter()

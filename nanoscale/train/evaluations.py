@@ -117,7 +117,7 @@ class TaskScores:
 
     def _score(self, chunk: Sequence[ScoringBatch]) -> list[list[Scored]]:
         """Score the batches of rank 0, at most one for each replica; none ends the evaluation."""
-        chunk, dp_rank = process_group.broadcast(lambda: chunk), self._engine.dp_rank
+        chunk, dp_rank = process_group.broadcast(lambda: chunk), self._engine.coordinates.dp
         if not chunk:
             return []
         rows = [batch.rows(self._opened.context) for batch in chunk]
@@ -255,9 +255,8 @@ class Evaluator:
 
     def _loss(self, split: Validation) -> float:
         train, dp = self._engine.config.train, self._engine.config.parallel.dp
-        batches = split.loader.valid_batches(
-            split.samples_of(train.eval_samples), self._engine.dp_rank, dp, train.micro_batch
-        )
+        samples, rank = split.samples_of(train.eval_samples), self._engine.coordinates.dp
+        batches = split.loader.valid_batches(samples, rank, dp, train.micro_batch)
         loss_sum, tokens = validate(self._engine, batches)
         return loss_sum / tokens if tokens else math.nan  # which counts as no loss at all
 

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,6 +39,7 @@ from nanoscale.runs.documents import read_document
 from nanoscale.runs.events import Note
 from nanoscale.runs.goodput import Tally
 from nanoscale.runs.memory_order import read_order as memory_order
+from nanoscale.runs.rank_context import RankContext
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.checkpointing import Progress, make_callbacks
 from nanoscale.train.evaluations import Evaluations, sample
@@ -47,9 +48,6 @@ from nanoscale.train.non_finite import MOST_STEPS, find_cause, on_ranks
 from nanoscale.train.profile import Recorder
 from nanoscale.train.stability import ADVICE, LossSpikeError, NonFiniteError, Spikes
 from nanoscale.train.teacher import set_references, set_teacher
-
-if TYPE_CHECKING:
-    from nanoscale.runs.rank_context import RankContext
 
 NOT_REPEATED = (
     "all results of modules were finite when the steps were repeated: a device or its memory has made an "
@@ -207,7 +205,7 @@ def explain(context: RankContext, training: Training, data: Dataset, error: NonF
     config, engine, last_step = context.config, training.engine, training.progress.step
     assert training.last is not None
     is_finite = bool(training.last.loss_sum.isfinite())
-    sums = process_group.gather((engine.dp_rank, is_finite))
+    sums = process_group.gather((engine.coordinates.dp, is_finite))
     # Ranks with the same samples share a loss, and the last stage of a pipeline alone knows it.
     wrong = {dp_rank for dp_rank, is_finite in sums if not is_finite}
     ranks = [rank for rank, (dp_rank, _) in enumerate(sums) if dp_rank in wrong]

@@ -175,7 +175,7 @@ class Training:
         micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
             phase.global_batch,
-            self.engine.dp_rank,
+            self.engine.coordinates.dp,
             self.config.parallel.dp,
             self.config.train.micro_batch,
         )

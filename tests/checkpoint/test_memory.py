@@ -63,9 +63,7 @@ def state_of(value: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (world,))
     rank, flat = dist.get_rank(), value.view(-1)
     first, last = 70 * rank // world, 70 * (rank + 1) // world
-    half = FlatShard.computed(
-        [flat / 2], lambda it: it * 2, torch.float32, (10, 7), Box.whole((10, 7))
-    )
+    half = FlatShard([flat / 2], (10, 7), 0, join=lambda it: it * 2)
     return {
         "model.sharded": distribute_tensor(value, mesh, [Shard(0)]),
         "model.flat": FlatShard(flat[first:last].clone(), (10, 7), first),

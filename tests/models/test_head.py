@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoscale.data.batch import IGNORED
 from nanoscale.models import head
 from nanoscale.parallel import process_group
-from nanoscale.parallel.tensor import VocabularyShard
 from nanoscale.plan.memory import loss as planned
 from nanoscale.rehearse.played.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
@@ -197,7 +196,7 @@ def divided(rank: int, dtype: torch.dtype) -> list[list[float]]:
     head.LOGITS_AT_ONCE = TOKENS * VOCAB // 2 // 5
     hidden, weight, targets = example(dtype)
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
-    vocabulary = VocabularyShard(rank * len(mine), dist.group.WORLD)
+    vocabulary = head.VocabularyShard(rank * len(mine), dist.group.WORLD)
     loss = head.linear_cross_entropy(hidden, mine, targets, vocabulary)
     (loss * FACTOR).backward()
     return [part.double().tolist() for part in (loss, hidden.grad, mine.grad)]

@@ -56,7 +56,9 @@ class DeepSpeedEngine(Engine):
         if self.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip
         if self.pipelined:
-            self.engine.timers = model_parallel.no_timers()
+            from deepspeed.utils.timer import NoopTimer
+
+            self.engine.timers = NoopTimer()  # its own timers record every step forever
         self.model.reset_buffers(device)  # DeepSpeed casts them like parameters
         self.balance = self._make_balance()
         self.shards = shard_ranges.find_shards(

@@ -127,13 +127,6 @@ def forward(
     return None
 
 
-def no_timers() -> Any:
-    """Return timers that keep nothing. The timers of DeepSpeed's pipeline record every step forever."""
-    from deepspeed.utils.timer import NoopTimer
-
-    return NoopTimer()
-
-
 SplitDims = dict[str, int]
 """The dimension along which a parameter is divided, by name; others are whole on every rank."""
 

@@ -37,7 +37,6 @@ from nanoscale.checkpoint.hf.safetensors_files import (
     Entries,
     divide,
     entries_of,
-    file_names,
     write_file,
     write_json,
 )
@@ -87,7 +86,7 @@ def export(
     note: Note,
     drop_bias: bool = False,
 ) -> Exported:
-    """Write a checkpoint that `require_whole` has verified.
+    """Write a checkpoint that `sharded.require_whole` has verified.
 
     Args:
         dtype: fp32, bf16, fp16 or fp64.
@@ -107,11 +106,16 @@ def export(
     if base is not None:
         entries, trained = base.arrange(entries)
     files = divide(entries, largest)
-    names = file_names(len(files))
     size = sum(entry.bytes for entry in entries.values())
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
-        raise _has_bias(bias, config.model.experts)
+        raise UserError(
+            "model",
+            f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
+            f"router's scores is {1 / config.model.experts:.3g}; transformers cannot store them, and its "
+            f"model would choose other experts. --drop-bias exports the model without them; runs with "
+            f"model.balance=aux or none have no such bias",
+        )
     with new_folder(out, size) as temporary:
         read: Callable[[Entries], Iterator[memoryview]] = source.bytes_of
         if base is not None:
@@ -125,20 +129,15 @@ def export(
             hf_config |= special
             _require_accepted(hf_config, config.model)
             write_json(temporary / "config.json", hf_config)
-        _write_weights(read, files, names, temporary, size)
+        for name, contents in files.items():
+            write_file(temporary / name, contents, read(contents))
+        if len(files) > 1:
+            file_of = {it: name for name, contents in files.items() for it in contents}
+            index = {"metadata": {"total_size": size}, "weight_map": file_of}
+            write_json(temporary / INDEX, index)
         _copy_code(stored, config, temporary)
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
-    return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
-
-
-def _has_bias(bias: float, experts: int) -> UserError:
-    return UserError(
-        "model",
-        f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
-        f"router's scores is {1 / experts:.3g}; transformers cannot store them, and its "
-        f"model would choose other experts. --drop-bias exports the model without them; runs with "
-        f"model.balance=aux or none have no such bias",
-    )
+    return Exported(out, stored.step, dtype, list(files), size, has_tokenizer, bias)
 
 
 def _copy_code(stored: StoredCheckpoint, config: ResolvedConfig, out: Path) -> None:
@@ -183,13 +182,6 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def require_whole(stored: StoredCheckpoint) -> None:
-    """Read every byte of the checkpoint. Raises UserError if one differs from the recorded sums."""
-    damage = store.find_damage(stored.path)
-    if damage:
-        raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
 
 
 def _tensors(stored: StoredCheckpoint, config: ResolvedConfig, base: Base | None) -> Tensors:
@@ -255,21 +247,6 @@ def _largest_bias(path: Path, model: Model) -> float:
             choice_bias = reader.read(name, stored.shape)
             largest = max(largest, int(choice_bias.abs().max()))
     return largest * BIAS_UNIT
-
-
-def _write_weights(
-    read: Callable[[Entries], Iterator[memoryview]],
-    files: list[Entries],
-    names: list[str],
-    folder: Path,
-    size: int,
-) -> None:
-    for name, entries in zip(names, files, strict=True):
-        write_file(folder / name, entries, read(entries))
-    if len(names) > 1:
-        named = zip(names, files, strict=True)
-        file_of = {tensor: name for name, contents in named for tensor in contents}
-        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
 
 
 class _Source:

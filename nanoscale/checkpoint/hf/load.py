@@ -171,7 +171,11 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
                     open_files.close()
                     file = tensor.file
                     reader = open_files.enter_context(safe_open(file, "pt"))
-                for box, memory in _boxes_of(target, position):
+                for box, memory in boxes(target):
+                    if position.expert is not None:
+                        if (row := position.row(box.offsets, box.sizes)) is None:
+                            continue  # the box does not contain the expert
+                        memory = memory[row]
                     slices = position.slices(full_shape, box.offsets, box.sizes)
                     values = read_part(reader, tensor, slices)
                     if tensor.name.endswith(IN_FP32):
@@ -230,15 +234,6 @@ def _read_mxfp4(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tenso
             whole = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
             found.append(whole[:: outputs.step, wanted].T.to(torch.bfloat16))
     return torch.stack(found)
-
-
-def _boxes_of(target: Tensor, position: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the boxes of `boxes`; for one expert, the boxes that contain it, with the memory of its row."""
-    for box, memory in boxes(target):
-        if position.expert is None:
-            yield box, memory
-        elif (row := position.row(box.offsets, box.sizes)) is not None:
-            yield box, memory[row]
 
 
 def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:

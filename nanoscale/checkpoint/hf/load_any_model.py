@@ -13,9 +13,10 @@ import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanoscale.checkpoint.hf.conversions import RecordedTensor, converted, file_tensors
 from nanoscale.checkpoint.hf.load import boxes, count_kept, differing_shapes, refuse_all, unreadable
@@ -32,10 +33,6 @@ from nanoscale.models.hf_model import (
     tied_parameters,
     tp_styles,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _MESSAGE_CHARACTERS = 300
 """The most characters of another program's message."""

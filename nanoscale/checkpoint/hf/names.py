@@ -102,13 +102,13 @@ def hf_positions(
     """
     if family == "gpt2":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
-        return _block_positions(model, "transformer.", "h", root, _GPT2)
+        return _all_positions(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
     own = _OWN_NAMES.get(family, {})
     block = _LLAMA | own | (_MERGED if merged and own is not _GPT_OSS else {})
     if model.q_rank is not None:
         block |= {"attention.wq": TensorPosition("self_attn.q_b_proj")}
-    return _block_positions(model, "model.", "layers", root, block)
+    return _all_positions(model, "model.", "layers", root, block)
 
 
 def bias_positions(model: Model) -> dict[str, TensorPosition]:
@@ -159,13 +159,11 @@ _MIXTRAL = {
     "mlp.experts.up": TensorPosition("block_sparse_moe.experts.{expert}.w3.weight"),
     "mlp.experts.down": TensorPosition("block_sparse_moe.experts.{expert}.w2.weight"),
 }
-_QWEN3_MOE = {
-    "mlp.router": TensorPosition("mlp.gate"),
-    "mlp.experts.gate": TensorPosition("mlp.experts.{expert}.gate_proj.weight"),
-    "mlp.experts.up": TensorPosition("mlp.experts.{expert}.up_proj.weight"),
-    "mlp.experts.down": TensorPosition("mlp.experts.{expert}.down_proj.weight"),
-}
 _KINDS = ("gate", "up", "down")
+_QWEN3_MOE = {"mlp.router": TensorPosition("mlp.gate")} | {
+    f"mlp.experts.{kind}": TensorPosition(f"mlp.experts.{{expert}}.{kind}_proj.weight")
+    for kind in _KINDS
+}
 _GROUPED_EXPERTS = _QWEN3_MOE | {
     f"mlp.shared.{kind}": TensorPosition(f"mlp.shared_experts.{kind}_proj") for kind in _KINDS
 }
@@ -235,50 +233,39 @@ _GPT2 = {
 }
 
 
-def _block_positions(
+def _all_positions(
     model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, TensorPosition]
 ) -> dict[str, tuple[TensorPosition, ...]]:
     positions: dict[str, tuple[TensorPosition, ...]] = {}
     own_shapes = shapes(model)
     for name in own_shapes:
         module, _, kind = name.rpartition(".")
-        if module == "head":
-            positions[name] = (TensorPosition(f"lm_head.{kind}"),)
-        elif module in root:
-            positions[name] = (TensorPosition(f"{prefix}{root[module]}.{kind}"),)
-        elif module.endswith(".experts"):
-            _, layer, module_in_block = name.split(".", 2)
-            position = block[module_in_block]
-            hf_name = f"{prefix}{layers}.{layer}.{position.name}"
-            if "{expert}" in hf_name:
-                positions[name] = tuple(
-                    replace(position, name=hf_name.format(expert=i), expert=i)
-                    for i in range(model.experts)
-                )
-                continue
-            position = replace(position, name=hf_name)
-            positions[name] = (_with_neighbors(position, name, module_in_block, own_shapes),)
+        if module == "head" or module in root:
+            hf_module = "lm_head" if module == "head" else f"{prefix}{root[module]}"
+            positions[name] = (TensorPosition(f"{hf_module}.{kind}"),)
+            continue
+        _, layer, in_block = name.split(".", 2)
+        if module.endswith(".experts"):
+            position = block[in_block]
         else:
-            _, layer, module_in_block = module.split(".", 2)
+            in_block = in_block.removesuffix(f".{kind}")
             # Modules of newer families have our names in Hugging Face's `self_attn`.
-            position = block.get(module_in_block) or TensorPosition(
-                module_in_block.replace("attention.", "self_attn.")
+            position = block.get(in_block) or TensorPosition(
+                in_block.replace("attention.", "self_attn.")
             )
             transposed = position.transposed and kind == "weight"
-            hf_name = f"{prefix}{layers}.{layer}.{position.name}.{kind}"
-            position = replace(position, name=hf_name, transposed=transposed)
-            positions[name] = (_with_neighbors(position, name, module_in_block, own_shapes),)
+            position = replace(position, name=f"{position.name}.{kind}", transposed=transposed)
+        position = replace(position, name=f"{prefix}{layers}.{layer}.{position.name}")
+        if "{expert}" in position.name:
+            names = enumerate(position.name.format(expert=i) for i in range(model.experts))
+            positions[name] = tuple(replace(position, name=it, expert=i) for i, it in names)
+            continue
+        if position.joined:
+            # Only matrices of all experts have a dimension before their rows.
+            axis = position.axis if len(own_shapes[name]) == 3 else 0
+            rows = [own_shapes[name.replace(in_block, each)][axis] for each in position.joined]
+            number = position.joined.index(in_block)
+            before, after = sum(rows[:number]), sum(rows[number + 1 :])
+            position = replace(position, before=before, after=after)
+        positions[name] = (position,)
     return positions
-
-
-def _with_neighbors(
-    position: TensorPosition, name: str, module_in_block: str, own_shapes: dict[str, Shape]
-) -> TensorPosition:
-    """Return the position of a tensor among the tensors that it is joined with."""
-    if not position.joined:
-        return position
-    # Only matrices of all experts have a dimension before their rows.
-    axis = position.axis if len(own_shapes[name]) == 3 else 0
-    rows = [own_shapes[name.replace(module_in_block, each)][axis] for each in position.joined]
-    number = position.joined.index(module_in_block)
-    return replace(position, before=sum(rows[:number]), after=sum(rows[number + 1 :]))

@@ -36,8 +36,9 @@ def entries_of(shapes: Shapes, dtype: str) -> Entries:
     }
 
 
-def divide(entries: Entries, largest: int) -> list[Entries]:
-    """Divide tensors into files, in their order: at most `largest` bytes each, or one tensor that has more."""
+def divide(entries: Entries, largest: int) -> dict[str, Entries]:
+    """Divide tensors into files, in their order: at most `largest` bytes each, or one tensor that has more.
+    Return their contents by name."""
     files: list[Entries] = [{}]
     file_bytes = 0
     for name, entry in entries.items():
@@ -46,13 +47,10 @@ def divide(entries: Entries, largest: int) -> list[Entries]:
             file_bytes = 0
         files[-1][name] = entry
         file_bytes += entry.bytes
-    return files
-
-
-def file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    last = f"{len(files):05d}"
+    return {f"model-{i:05d}-of-{last}.safetensors": it for i, it in enumerate(files, 1)}
 
 
 def write_json(file: Path, document: dict[str, Any]) -> None:

@@ -109,8 +109,9 @@ def export_checkpoint(
     absent. Adapters (lora) are merged into the weights of their model; `--format peft` writes them alone.
     """
     from nanoscale.checkpoint.configuration import require_model
-    from nanoscale.checkpoint.hf.export import export, require_whole
+    from nanoscale.checkpoint.hf.export import export
     from nanoscale.checkpoint.hf.peft_adapters import export_adapters
+    from nanoscale.checkpoint.sharded import require_whole
     from nanoscale.config.composing.frozen import load
 
     directory, largest = RunDirectory.open(run), _bytes(max_shard_size)
