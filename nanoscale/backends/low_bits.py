@@ -21,7 +21,6 @@ the tensors in an NF4Tensor, so that torch.compile traces plain operations.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -32,20 +31,8 @@ from torch.nn import functional as F
 
 from nanoscale.config import parameters
 from nanoscale.models.lora import frozen_matrices
+from nanoscale.models.torchao_log import silence_torchao
 from nanoscale.models.transformer import Transformer
-
-
-def silence_missing_extensions() -> None:
-    """Drop torchao's warnings about compiled extensions of its own that do not load.
-
-    They are for other GPUs or another CUDA than here; nanoscale uses none of them. To be called before
-    torchao is imported.
-    """
-    logging.getLogger("torchao").addFilter(_is_not_a_load_failure)
-
-
-def _is_not_a_load_failure(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Failed to load ")
 
 
 def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = False) -> None:
@@ -55,7 +42,7 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
     wrapped; names of parameters stay. `emulate` rounds to 8 bits and multiplies in the compute dtype, for tests
     on hardware without 8-bit products.
     """
-    silence_missing_extensions()
+    silence_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -147,7 +134,7 @@ def quantize_nf4(model: Transformer, dtype: torch.dtype, device: torch.device) -
 
 def to_nf4(weight: Tensor) -> Tensor:
     """Return a matrix in 4 bits, which has its dtype in products."""
-    silence_missing_extensions()
+    silence_torchao()
     try:
         from torchao.quantization import to_nf4 as convert
     except ImportError:  # before torchao 0.18

@@ -17,13 +17,13 @@ from nanoscale.backends import one_pass
 from nanoscale.backends.adafactor import Adafactor
 from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW, ScheduleFreeAdamW, initial_average
 from nanoscale.backends.gradients import excess, local_tensor
-from nanoscale.backends.low_bits import silence_missing_extensions
 from nanoscale.backends.muon import Muon
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.common.errors import UserError
 from nanoscale.config.optimizers import AVERAGE, group_of, rule_of
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.models.initialization import local_region
+from nanoscale.models.torchao_log import silence_torchao
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 """The parameters that a rank holds, in all its parts of the model, with their names in the whole model."""
@@ -225,7 +225,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer
     Tensors of fewer than 4096 elements on a rank, or not of whole blocks, keep 32-bit moments. The update is
     computed in fp32, whatever the parameters' dtype.
     """
-    silence_missing_extensions()
+    silence_torchao()
     from torchao.optim import AdamW8bit
 
     optimizer: Optimizer = AdamW8bit(groups, **arguments)

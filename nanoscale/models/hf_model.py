@@ -34,6 +34,7 @@ from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
 from nanoscale.models.mixers.pieces import Division, Rows
+from nanoscale.models.torchao_log import silence_torchao
 from nanoscale.models.transformer import Transformer, positions_in_documents, scaled, whole_sequence
 
 PREFIX = "hf."
@@ -236,6 +237,7 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
     Raises:
         ValueError, OSError, ImportError: transformers does not know it, or lacks a package that it needs.
     """
+    silence_torchao()
     import transformers
     from transformers.initialization import no_init_weights
 
