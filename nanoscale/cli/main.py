@@ -1,7 +1,5 @@
 """The command `nanoscale`: only the file of the requested verb is imported."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """DeepSpeed's own configuration, made from ours, for `config show --deepspeed` and for the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

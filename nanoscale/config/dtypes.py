@@ -1,7 +1,5 @@
 """The dtypes of weights, products and sums: a row for each, with its size and its names elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ torch.distributed.pipelining's schedules: their constructors' limits, and the re
 actions, which deadlock or not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

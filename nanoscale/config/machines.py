@@ -4,8 +4,6 @@ machine.
 No name server is queried: its answer may take seconds, and may change.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

@@ -1,7 +1,5 @@
 """Parameters and floating-point operations of a model, in closed form, and of its adapters (LoRA)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanoscale.config.objectives import made_for

@@ -1,7 +1,5 @@
 """The objectives of a training: a loss of single tokens, of answers, or of labels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

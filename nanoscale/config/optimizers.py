@@ -3,8 +3,6 @@
 `nanoscale/backends/optimizer.py` builds them; the schema has their names and keys. This file imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 

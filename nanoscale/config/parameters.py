@@ -3,8 +3,6 @@
 Imports no torch. The names follow from the modules, the shapes are torch's: outputs, then inputs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

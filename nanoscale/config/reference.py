@@ -3,8 +3,6 @@
 Checks, conversion, did-you-mean and `config explain` look things up here.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace

@@ -4,8 +4,6 @@ attributes.
 `rules.check` makes it of a request, and `composing.frozen.load` of a run's config.yaml.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sources of a configuration's tokens: a data mixture, and prepared folders. Imports no numpy."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import Counter

@@ -16,8 +16,6 @@ OLMo-core's `.npy`: the tokens alone, unsigned, little-endian, 2 bytes each, or 
 the end-of-text token ends a document. A file of `numpy.save` has a header in front.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import sys

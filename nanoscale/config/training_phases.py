@@ -5,8 +5,6 @@ The schedules of the learning rate have a row each, which rules, translations an
 Everything follows from the configuration and the number of a step, so a run resumes exactly in any layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The combination of all violations into the one error that a user sees."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The training that a budget of money, device hours or days is enough for."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ Both load the weights in one dtype (`generate.weights`). A text is counted as a 
 all its tokens go through the model together (`models.kv_cache`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 

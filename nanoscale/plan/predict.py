@@ -1,7 +1,5 @@
 """The prediction of a job: whether it fits, its speed, its duration and its cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The plan of a job's checkpoints: their times, their sizes, and the disk space they need."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import dataclass, replace

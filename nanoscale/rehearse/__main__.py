@@ -5,8 +5,6 @@ folder holds the task of `rehearsals.rehearse`, and receives the record of each 
 copies are a process group, which ends with the process that started it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The changes of a rehearsal since a former one of the same layout: calls, bytes, memory, work. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

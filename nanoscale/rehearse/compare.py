@@ -5,8 +5,6 @@ ends once every played member has begun it, and a message once both ranks have. 
 as gloo's does, and as NCCL's does if its buffers are full. Streams of a GPU wait independently.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, zip_longest

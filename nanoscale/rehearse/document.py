@@ -1,7 +1,5 @@
 """The result of a rehearsal as one JSON document, for people, programs and program.json. Torch-free."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

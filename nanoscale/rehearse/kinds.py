@@ -4,8 +4,6 @@ Ranks of one kind do the same, so one of each kind is played. Whether they do is
 each axis' group, on one stage of the pipeline, and from the rank in which these axes' groups meet again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 

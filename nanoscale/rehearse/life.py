@@ -1,7 +1,5 @@
 """The life of one rank in a simulated world: build, load, steps, evaluation, checkpoint, stop, resume."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import time

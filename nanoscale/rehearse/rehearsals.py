@@ -1,7 +1,5 @@
 """Rehearsals as the launcher starts them: their cache, and the process that plays ranks. Torch-free."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """The training loop of a rehearsed job, with equal samples and without files of checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext

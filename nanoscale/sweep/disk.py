@@ -1,7 +1,5 @@
 """The disk space that the checkpoints of all trials of a sweep need."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean

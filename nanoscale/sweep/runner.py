@@ -1,7 +1,5 @@
 """The trials of a sweep, started as launchers of their own and followed until all have ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The sources of a sweep's trials: a grid that is known from the start, or an Optuna study."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

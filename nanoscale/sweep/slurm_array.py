@@ -1,7 +1,5 @@
 """The trials of a sweep as an array of SLURM jobs: submitted together, and followed from their directories."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

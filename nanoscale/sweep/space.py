@@ -1,7 +1,5 @@
 """The overrides of a sweep: what all trials share, and the values of each key that differs."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The folder of a sweep: its settings and trials. The states of the trials are in their run directories."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """The description of a job: three lines that begin every report, and its settings by topic."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

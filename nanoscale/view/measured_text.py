@@ -1,7 +1,5 @@
 """The output of `nanoscale bench`, also of a scaling test, and of `nanoscale eval`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

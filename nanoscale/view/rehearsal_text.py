@@ -1,7 +1,5 @@
 """The result of a rehearsal, on the terminal and as a page."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ torch nor Hydra. With a single candidate the shell adds a space, so a candidate 
 replaced by its continuations.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Data in object storage: files that data.path and others name are fetched once into the cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import uuid

@@ -1,7 +1,5 @@
 """`nanoscale checkpoints`: what a run has saved, whether it is still whole, and a way out of it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import asdict, replace

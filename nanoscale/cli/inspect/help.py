@@ -1,7 +1,5 @@
 """`nanoscale help`: short texts on what concerns several commands."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from nanoscale.cli.common import options as opt

@@ -1,7 +1,5 @@
 """`nanoscale recipes`: complete jobs, packaged and of the user."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from contextlib import suppress

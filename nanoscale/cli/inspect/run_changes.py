@@ -1,7 +1,5 @@
 """Changes of runs: tags, a stop, and the removal of runs and checkpoints."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`nanoscale runs`: list, show, compare and report runs, from their directories alone."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable

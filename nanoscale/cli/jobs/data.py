@@ -1,7 +1,5 @@
 """`nanoscale data`: text to tokens on disk, and a look at them. What works on tokens is imported inside."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """The launch of an attempt, as the user sees it: `train`, `resume` and launcher=env end here."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`nanoscale replay`: steps of a run once more, compared with what the run recorded."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

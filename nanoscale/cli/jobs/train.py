@@ -1,7 +1,5 @@
 """`nanoscale train`: one job from its overrides to its end, here or on hosts."""
 
-from __future__ import annotations
-
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.layout_check import conforms
 from nanoscale.cli.common.output import FAILED

@@ -1,7 +1,5 @@
 """`nanoscale conform`: the job made small, in its layout and in one process, compared in fp64 on this CPU."""
 
-from __future__ import annotations
-
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
 from nanoscale.cli.common.layout_check import compared

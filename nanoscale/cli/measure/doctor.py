@@ -1,7 +1,5 @@
 """`nanoscale doctor`: judge the machines before a job has to."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from nanoscale.cli.common import options as opt

@@ -7,8 +7,6 @@ with `parallel.tp=2` in addition, nobody asked for that number: it is open again
 under `resolved`, the open keys and their requested values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy

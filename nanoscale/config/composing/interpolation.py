@@ -6,8 +6,6 @@ unless their key names paths. The run directory holds the resolved values, and p
 with the name of the variable. Names that look like secrets are refused.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,6 @@
 """The data sheets of devices: the `cluster` section, completed from `conf/cluster`. The measured speed of this
 machine's CPU, and the MFU that is usual on GPUs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

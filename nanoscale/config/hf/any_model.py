@@ -5,11 +5,9 @@ sizes that the rules and the tables need. Nothing here imports transformers: ano
 launch, whether it supports the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
@@ -19,10 +17,8 @@ from nanoscale.config.hf.pretrained import NoSuchModelError, locate, refuse_mode
 from nanoscale.config.hf.shape import as_classifier, require_causal
 from nanoscale.config.hf.text_part import read_config
 from nanoscale.config.schema import Model
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
-
-if TYPE_CHECKING:
-    from nanoscale.config.values.provenance import Composed
 
 KEY = "model.name"
 Json = dict[str, Any]

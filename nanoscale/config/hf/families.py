@@ -4,8 +4,6 @@ A row says how a config.json of the family is read and written. `config.hf.shape
 family, and `checkpoint.hf.names` needs the names of its tensors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The Hugging Face hub: names that it may know, and waiting for it. Imports none of its libraries."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

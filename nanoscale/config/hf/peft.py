@@ -1,7 +1,5 @@
 """Folders of adapters that PEFT has written: their settings, in place of a model in `model.init_from`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,11 +1,9 @@
 """The model of `model.init_from`: its folder, and its shape in a configuration."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from nanoscale.common.errors import Violation
 from nanoscale.config.hf.families import UnsupportedError
@@ -13,10 +11,8 @@ from nanoscale.config.hf.hub import asking, is_name, missing_path, similar_paths
 from nanoscale.config.hf.shape import has_own_head, read_shape, require_causal
 from nanoscale.config.hf.text_part import HEAD, read_config
 from nanoscale.config.schema import Model
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
-
-if TYPE_CHECKING:
-    from nanoscale.config.values.provenance import Composed
 
 KEY = "model.init_from"
 _MODEL_BY_HAND = re.compile(r"\+*model=")

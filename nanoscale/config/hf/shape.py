@@ -3,8 +3,6 @@
 Settings that our shape cannot express are refused by name: nothing is dropped silently.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress

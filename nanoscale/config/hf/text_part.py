@@ -4,8 +4,6 @@ Of a wrapper, whose config.json has a `text_config` (Gemma 3, Qwen3.5, Llama 4, 
 text: its configuration, and its tensors by the names that they have in a language model of its own.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

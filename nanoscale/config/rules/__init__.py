@@ -4,8 +4,6 @@
 values, and resolves keys that were left open (`auto`, null).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from nanoscale.common.devices import Devices

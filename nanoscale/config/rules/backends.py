@@ -1,7 +1,5 @@
 """The abilities of each backend: the rules that refuse all other settings, and the table of both."""
 
-from __future__ import annotations
-
 import os
 from functools import reduce
 from operator import getitem

@@ -1,7 +1,5 @@
 """Rules of the world size: the devices of this machine, or the slots of given hosts, against the layout."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from itertools import accumulate

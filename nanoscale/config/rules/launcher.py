@@ -1,8 +1,6 @@
 """Rules of the launcher: the machines of the ranks, the keys of each launcher, the ranks' environment, and
 the settings of batch systems, each of which must fit in one line of a batch script."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

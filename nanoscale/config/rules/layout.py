@@ -3,8 +3,6 @@
 The rules of pp are in `pipeline`, the rules of the number of devices in `devices`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Rules of the model: its shape, experts, adapters, and models with transformers' code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rules of precision, of attention kernels and of the optimizer."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Keys that only have a meaning with certain values of other keys."""
 
-from __future__ import annotations
-
 from nanoscale.config.objectives import ANSWERS
 from nanoscale.config.optimizers import KEYS, optimizers_with
 from nanoscale.config.rules.rule import ignored, of_kind, only_with, other_than, refused, several

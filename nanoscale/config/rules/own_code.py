@@ -1,7 +1,5 @@
 """The rules on own code: each part that a configuration chooses is defined, and each defined part is used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from nanoscale.config.objectives import ANSWERS

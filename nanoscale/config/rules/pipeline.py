@@ -1,7 +1,5 @@
 """Rules of the pipeline: its schedule, its stages and its micro batches."""
 
-from __future__ import annotations
-
 from nanoscale.config import layout as layouts
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.rules.resolution import divisors

@@ -3,8 +3,6 @@
 The nearest legal values are advised: neighbors of a value, tried with the rules themselves.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

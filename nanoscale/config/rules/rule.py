@@ -1,7 +1,5 @@
 """A rule as the row of a table: the key, the condition, the sentence and the advice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter

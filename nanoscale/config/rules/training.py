@@ -1,8 +1,6 @@
 """Rules of the batch, of the training's length and schedule, and of a run: its folder, its loggers, its
 checkpoints, its profile."""
 
-from __future__ import annotations
-
 import netrc
 import os
 import re

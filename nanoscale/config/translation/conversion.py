@@ -3,8 +3,6 @@
 A name is looked up with its kind first (`axolotl.rl`).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ DeepSpeed's settings are from its documentation (docs/_pages/config-json.md). A 
 for transformers' Trainer, leaves the key to nanoscale.
 """
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A small job with the layout and the methods of a large one, for a comparison on CPUs in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

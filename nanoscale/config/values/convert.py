@@ -1,7 +1,5 @@
 """Strict conversion of plain data to the typed configuration, with all problems collected."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

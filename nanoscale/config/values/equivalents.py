@@ -4,8 +4,6 @@
 sections (`local_batch_size`), in any spelling of dashes, underscores and capitals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache

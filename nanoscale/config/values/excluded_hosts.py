@@ -1,7 +1,5 @@
 """The hosts that are never used: `launcher.exclude_file`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The launcher reads it and runs nothing of it. Only the ranks run it, and only wi
 has recorded.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import sys
@@ -14,12 +12,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoscale.common.errors import UserError
-
-if TYPE_CHECKING:
-    from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config
 
 CHOSEN_BY = {
     "model": "model.source",

@@ -3,8 +3,6 @@
 `other_trainers.yaml` lists the kinds. Nothing of a file is run: a shell script is read as text.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Provenance: every writer of every key, in the order in which Hydra merged them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

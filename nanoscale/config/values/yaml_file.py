@@ -3,8 +3,6 @@
 The scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are texts, `1e-4` is a number.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ There is one table of devices, the YAML files of the group, which planner and la
 replaces the table's; a device that is in no file must be described completely.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal

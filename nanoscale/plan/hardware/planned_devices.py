@@ -1,7 +1,5 @@
 """The devices that a plan is made for, which need not be here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

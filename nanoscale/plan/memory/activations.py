@@ -6,8 +6,6 @@ inputs, the sum is as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4: 
 layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, isqrt

@@ -1,7 +1,5 @@
 """The sizes and the execution options of a block that determine its memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

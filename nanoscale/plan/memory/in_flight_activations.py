@@ -1,8 +1,6 @@
 """The activations of a pipeline rank's in-flight micro batches, which are between their forward and backward
 passes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

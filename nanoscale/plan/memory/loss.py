@@ -1,8 +1,6 @@
 """Memory of the head and the loss. nanoscale holds gradients and one chunk of the logits (`models.head`), other
 software all logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

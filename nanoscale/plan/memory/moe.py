@@ -6,14 +6,8 @@ one token for one of its experts. If a rank's experts are chosen more often, its
 proportion.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from nanoscale.config.model_math import routed_share
-
-if TYPE_CHECKING:
-    from nanoscale.plan.memory.block_shape import Execution, Shape, Sizes
+from nanoscale.plan.memory.block_shape import Execution, Shape, Sizes
 
 INDEX = 8
 """Bytes of the number of a row or of an expert."""

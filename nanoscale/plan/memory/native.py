@@ -11,8 +11,6 @@ The memory of FSDP2 follows from torch.distributed.fsdp._fully_shard as of 2.13 
 * gradients that wait for the last micro batch are unsharded, in the dtype of the reduction.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

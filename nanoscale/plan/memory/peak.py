@@ -7,8 +7,6 @@ caching allocator keeps a pool of memory for every stream, and memory of one poo
 So reserved memory is the sum of the peaks of all pools, plus fragmentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The events of a step in which memory may peak, and the fold over them that gives the allocated bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

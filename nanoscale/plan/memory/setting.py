@@ -1,7 +1,5 @@
 """The settings of a configuration that determine memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

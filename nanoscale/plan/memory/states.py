@@ -4,8 +4,6 @@ Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 3.1; 8-bit st
 arXiv:2110.02861.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nanoscale.config.dtypes import DTYPES

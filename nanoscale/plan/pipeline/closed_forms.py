@@ -6,8 +6,6 @@ weights, and b = i + w. A transfer to another rank takes t seconds. Tests compar
 Where the two differ, the simulation is right.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nanoscale.config.layout import takes

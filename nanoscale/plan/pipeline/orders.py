@@ -8,8 +8,6 @@ zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut 
 to 2.13 runs these orders, which sometimes differ from the papers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

@@ -12,8 +12,6 @@ second.
 Each tensor is `[micro_batch, seq, hidden]`, divided by cp and, with sequence parallelism, by tp.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A rank runs its actions in order. An action starts as soon as the rank is free a
 arrived. torch's runtime works in the same way: it launches actions in order and waits only for receives.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The time of operations and collectives that a rehearsal has recorded, by the plan's own efficiencies."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

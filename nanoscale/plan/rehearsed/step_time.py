@@ -1,7 +1,5 @@
 """The time of a rehearsed step as a document, and as a trace for Perfetto."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ before has ended. A collective begins once all its played ranks have begun it, a
 the same group. Ranks that were not played are as fast as played ones.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

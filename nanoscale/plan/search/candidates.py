@@ -4,8 +4,6 @@ Which layouts are legal is decided by the table of `config.rules` alone: each ru
 that it reads are set. A held key keeps its value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The layout of a job whose keys are `auto` is the fastest layout of the search that surely fits its devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace

@@ -6,8 +6,6 @@ recomputation that keeps fewer products. The largest degree of ep comes first;
 other degrees are tried with the best shapes.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

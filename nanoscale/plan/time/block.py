@@ -1,7 +1,5 @@
 """The time of one micro batch in a block, the embedding and the head: forward, backward and recomputation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

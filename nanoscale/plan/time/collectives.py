@@ -5,8 +5,6 @@ Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and
 bandwidth is the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ The time in which the device both computes and copies costs the share `Efficienc
 2020, arXiv:1910.02054, sections 5 and 7.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One rank's share of a micro batch, and the seconds of its passes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from nanoscale.config.schema import Model

@@ -4,16 +4,10 @@ The operations are from `models.moe` and `parallel.expert`. All experts are assu
 often.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from nanoscale.config.model_math import routed_share
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.time import collectives, operations
-
-if TYPE_CHECKING:
-    from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
+from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 _SCORES = (14, 8)
 """fp32 numbers read and written for each of the router's scores: softmax, bias and top-k; and their

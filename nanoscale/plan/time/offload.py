@@ -1,8 +1,6 @@
 """The time to copy offloaded parameters or activations from and to host memory. A disk (nvme) counts as host
 memory."""
 
-from __future__ import annotations
-
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.memory.shards import RankParameters

@@ -4,8 +4,6 @@ An operation takes max(arithmetic, memory traffic) (the roofline of Williams, Wa
 some microseconds to fill and drain the device.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import ceil
 

@@ -1,8 +1,6 @@
 """The time of a step, divided into its parts, and the figures that follow: tokens/s, MFU, a run's duration and
 cost. Sizes of the model whose products a device computes slowly are found with it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

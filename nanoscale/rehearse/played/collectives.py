@@ -1,7 +1,5 @@
 """Collectives as PyTorch dispatches them: what they communicate, and their results without any other rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The memory of a simulated device, by phase of the rank's life and by kind of tensor."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Replacements that let a rank's code run on tensors without numbers, and keep tensors in host memory real."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Replacements of attributes of other modules that are undone in reverse order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

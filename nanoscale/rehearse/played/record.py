@@ -1,7 +1,5 @@
 """The record of one rehearsed rank: its memory, its collectives and its waits for the device. Torch-free."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field

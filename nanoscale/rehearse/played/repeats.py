@@ -4,8 +4,6 @@ From the second micro batch on, every forward pass of a stage allocates, frees, 
 same, and so does every backward pass. A repeated pass makes only the tensors that the schedule sends on.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial

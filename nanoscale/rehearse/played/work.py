@@ -1,7 +1,5 @@
 """The work of an operation: what decides its time on any device, without the device's speed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

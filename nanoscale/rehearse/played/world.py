@@ -8,8 +8,6 @@ has no CUDA that could give autograd a stream. The workspaces of cuBLAS and the 
 Compiled functions run eagerly.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

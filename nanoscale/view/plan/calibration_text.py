@@ -1,7 +1,5 @@
 """The output of `nanoscale plan --calibrate`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sentence about a layout that the plan chose."""
 
-from __future__ import annotations
-
 from nanoscale.common.units import counted
 from nanoscale.plan.predict import SURE, Prediction, filled_share
 from nanoscale.plan.search.choice import SIMPLER, SLOWEST, LayoutChoice

@@ -1,7 +1,5 @@
 """The plans of several combinations of values, for people and as documents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

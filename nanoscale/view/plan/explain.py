@@ -1,7 +1,5 @@
 """Explanations of the parts of a step: formulas, rates and sources."""
 
-from __future__ import annotations
-
 import re
 
 from nanoscale.common.units import counted, duration

@@ -1,7 +1,5 @@
 """The memory of `generate` and `eval --tasks`, for people and as a document."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A prediction: the JSON document of `plan --json` and of a run's plan.json, and what people see of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any

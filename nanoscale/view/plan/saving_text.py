@@ -1,7 +1,5 @@
 """The times, the sizes and the number of a job's checkpoints, in sentences."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decision about a launch: the job fits, or these changes make it fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """The output of `nanoscale checkpoints`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The comparison of several runs, from their directories alone: a document, and tables and curves of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise

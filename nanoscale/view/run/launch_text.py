@@ -1,7 +1,5 @@
 """The description of a launch and of a job of a batch system, for people and as a document."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

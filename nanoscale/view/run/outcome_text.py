@@ -1,7 +1,5 @@
 """The end of a run as `train`, `resume` and `runs watch` show it."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from dataclasses import asdict

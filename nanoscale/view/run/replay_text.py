@@ -1,7 +1,5 @@
 """A replay compared with what the run recorded: a document, and sentences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict

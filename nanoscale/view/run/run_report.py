@@ -1,7 +1,5 @@
 """The report of a run, from its directory alone: a JSON document, and what people see of it, also as a page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict

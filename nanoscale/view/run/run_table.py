@@ -1,7 +1,5 @@
 """The runs of `runs ls` and `runs show`: their values, columns by name, and conditions on them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """All runs of a folder at a glance, for `nanoscale top`: from their directories alone."""
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import suppress
