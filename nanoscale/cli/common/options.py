@@ -45,6 +45,10 @@ def argument(help: str, completes: Any = None, metavar: str | None = None) -> An
 
 flag = partial(option, default=False)
 """The form of `option` for an option without a value, as the default of a parameter."""
+of_prompts = partial(option, group="Prompts")
+of_sampling = partial(option, group="Sampling")
+of_tasks = partial(option, group="Tasks")
+"""The forms of `option` under a heading of its own in the help text."""
 _shared = partial(option, default=...)
 """The form of `option` for an option of several commands, in an `Annotated` type."""
 _of_hosts = partial(_shared, group="Hosts")

@@ -37,44 +37,32 @@ _NEW = "/new"
 
 def generate(
     model: opt.Model,
-    prompt: str | None = opt.option("Continue this text", shown="standard input", group="Prompts"),
-    prompts: Path | None = opt.option(
-        'Read a prompt from each line (or "prompt" of .jsonl); print JSON lines',
-        metavar="FILE",
-        group="Prompts",
+    prompt: str | None = opt.of_prompts("Continue this text", shown="standard input"),
+    prompts: Path | None = opt.of_prompts(
+        'Read a prompt from each line (or "prompt" of .jsonl); print JSON lines', metavar="FILE"
     ),
-    out: Path | None = opt.option(
-        "Write the results of --prompts to this file", metavar="FILE", group="Prompts"
+    out: Path | None = opt.of_prompts(
+        "Write the results of --prompts to this file", metavar="FILE"
     ),
-    max_tokens: int = opt.option(
-        "Limit the answer to this number of tokens", default=256, group="Sampling"
+    max_tokens: int = opt.of_sampling("Limit the answer to this number of tokens", default=256),
+    temperature: float | None = opt.of_sampling(
+        "Divide the logits by this; 0 takes the most likely token", shown="0.7"
     ),
-    temperature: float | None = opt.option(
-        "Divide the logits by this; 0 takes the most likely token", shown="0.7", group="Sampling"
+    top_k: int | None = opt.of_sampling("Draw from this number of most likely tokens", shown="all"),
+    top_p: float | None = opt.of_sampling(
+        "Draw from the fewest tokens with this total probability", shown="1"
     ),
-    top_k: int | None = opt.option(
-        "Draw from this number of most likely tokens", shown="all", group="Sampling"
+    seed: int | None = opt.of_sampling("Draw the same text for the same seed", shown="a new one"),
+    beams: int | None = opt.of_sampling(
+        "Find the likeliest of N texts in place of drawing one", metavar="N", min=2
     ),
-    top_p: float | None = opt.option(
-        "Draw from the fewest tokens with this total probability", shown="1", group="Sampling"
+    stop: list[str] | None = opt.of_sampling(
+        "End the answer before this text; may be repeated", metavar="TEXT"
     ),
-    seed: int | None = opt.option(
-        "Draw the same text for the same seed", shown="a new one", group="Sampling"
-    ),
-    beams: int | None = opt.option(
-        "Find the likeliest of N texts in place of drawing one",
-        metavar="N",
-        min=2,
-        group="Sampling",
-    ),
-    stop: list[str] | None = opt.option(
-        "End the answer before this text; may be repeated", metavar="TEXT", group="Sampling"
-    ),
-    chat: bool | None = opt.option(
+    chat: bool | None = opt.of_prompts(
         "Use the model's chat template, and remember the conversation",
         "--chat/--no-chat",
         shown="--chat after training on chats",
-        group="Prompts",
     ),
     step: opt.Step = None,
     device: opt.Device = None,

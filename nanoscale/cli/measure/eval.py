@@ -31,20 +31,14 @@ def eval(
     samples: int | None = opt.option(
         "Take only this number of samples", shown="all held-out samples", group="Loss"
     ),
-    tasks: str | None = opt.option(
-        "Run these lm-eval tasks instead of the loss", metavar="A,B", group="Tasks"
+    tasks: str | None = opt.of_tasks("Run these lm-eval tasks instead of the loss", metavar="A,B"),
+    limit: int | None = opt.of_tasks(
+        "Take only this number of documents of each task", shown="all"
     ),
-    limit: int | None = opt.option(
-        "Take only this number of documents of each task", shown="all", group="Tasks"
+    few_shot: int | None = opt.of_tasks(
+        "Give this number of examples before each question of a task", shown="the task's"
     ),
-    few_shot: int | None = opt.option(
-        "Give this number of examples before each question of a task",
-        shown="the task's",
-        group="Tasks",
-    ),
-    tasks_dir: Path | None = opt.option(
-        "Read more tasks from this folder", metavar="DIR", group="Tasks"
-    ),
+    tasks_dir: Path | None = opt.of_tasks("Read more tasks from this folder", metavar="DIR"),
     apply_chat_template: bool = opt.flag(
         "Write questions in the model's chat template", "--apply-chat-template", group="Tasks"
     ),

@@ -294,12 +294,7 @@ _COMPILE = "backend.compile"
 _OFFLOADED = {"zero.offload_optimizer", "zero.offload_param"}
 _SCHEDULED = {"parallel.schedule", "parallel.virtual_stages"}
 _TENSOR = {"parallel.tp", "parallel.sequence_parallel"}
-_PIPED = {
-    "parallel.pp",
-    "parallel.schedule",
-    "parallel.virtual_stages",
-    "parallel.layers_per_stage",
-}
+_PIPED = {"parallel.pp", *_SCHEDULED, "parallel.layers_per_stage"}
 _CONTEXT = {"parallel.cp", "parallel.cp_method"}
 _AFTER_SHAPE = {*_RECOMPUTED, _MICRO_BATCH}
 _AFTER_EXPERTS = {*_AFTER_SHAPE, _COMPILE}

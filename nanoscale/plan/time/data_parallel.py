@@ -237,22 +237,6 @@ def _deepspeed(config: ResolvedConfig, hardware: Hardware, micro_batches: int, s
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds that data parallelism adds to a step on one rank."""
-
-    exposed: float
-    """Network time during which the device computes nothing."""
-    slowdown: float
-    """The time by which collectives slow down the computation that runs in parallel with them."""
-    copies: float
-    """The time in which the device copies parameters and gradients."""
-
-    @property
-    def total(self) -> float:
-        return self.exposed + self.slowdown + self.copies
-
-
 def cost(
     hardware: Hardware,
     shape: MicroBatchShape,
@@ -261,8 +245,10 @@ def cost(
     micro_batches: int,
     forward: float,
     backward: float,
-) -> Cost:
-    """Return the cost of a rank whose blocks take `forward` and `backward` seconds each for a micro batch.
+) -> float:
+    """Return the seconds that data parallelism adds to a step of a rank whose blocks take `forward` and
+    `backward` seconds each for a micro batch: exposed collectives, the computation that hidden ones slow down,
+    and copies.
 
     Embedding and head count as `table` blocks each, by their number of parameters.
     """
@@ -311,8 +297,7 @@ def cost(
     copies += plan.reduce_copies * plan.reduces
     if not shape.software.sums_in_products:
         copies += plan.accumulate * (micro_batches - plan.reduces)
-    slowdown *= hardware.efficiency.overlap
-    return Cost(network + exposed_all_reduce, slowdown, copies * units)
+    return network + exposed_all_reduce + hardware.efficiency.overlap * slowdown + copies * units
 
 
 def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> float:

@@ -131,16 +131,10 @@ def step_time(
     dp = data_parallel.cost(hardware, shape, holding, plan, count, forward, backward)
     local = data_parallel.updated_parameters(config, holding)
     parts = StepBreakdown(
-        matmul=count * busy.matmul,
-        attention=count * busy.attention,
-        elementwise=count * busy.elementwise,
+        **{name: count * getattr(busy, name) for name in WORK},
         recomputed=count * share * holding.blocks * one.seconds[2],
-        launch=count * busy.launch,
-        tp=count * busy.tp,
-        cp=count * busy.cp,
-        ep=count * busy.ep,
         pp=transfers,
-        dp=dp.total + data_parallel.tied_embedding(config, hardware),
+        dp=dp + data_parallel.tied_embedding(config, hardware),
         bubble=idle,
         optimizer=data_parallel.update(config, hardware, local, holding.blocks, software),
         offload=offload.waiting(config, hardware, shape, holding, count, forward),
@@ -229,15 +223,8 @@ def _busy(
     count, block = holding.blocks, getattr(one, part)
     first = getattr(ends[0], part) if holding.first else NOTHING
     last = getattr(ends[1], part) if holding.last else NOTHING
-    return Work(
-        count * block.matmul + first.matmul + last.matmul,
-        count * block.attention,
-        count * block.elementwise + first.elementwise + last.elementwise,
-        count * block.launch,
-        count * block.tp + first.tp + last.tp,
-        count * block.cp,
-        count * block.ep,
-    )
+    seconds = ([getattr(it, name) for it in (block, first, last)] for name in WORK)
+    return Work(*(count * of_block + begin + end for of_block, begin, end in seconds))
 
 
 def _send(config: ResolvedConfig, hardware: Hardware, shape: MicroBatchShape) -> float:

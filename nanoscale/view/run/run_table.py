@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 from nanoscale.common import display
@@ -29,6 +30,7 @@ SUMMARY = (*STATES, "path", "in_progress", "message", "job")
 _LONGEST = 40
 """The most characters of a damaged run's problem in a list."""
 _TIMES = ("created", "started", "ended", "time")
+_COMPARE = {"=": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge}
 _CONDITION = re.compile(r"([\w./-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.S)
 
 
@@ -73,11 +75,11 @@ class Condition:
         if isinstance(value, list):
             return (self.operand in map(shown, value)) == (self.operator == "=")
         if number is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return _compare(value, self.operator, number)
+            return bool(_COMPARE[self.operator](value, number))
         if value is None and self.operator not in ("=", "!="):
             return False
         text = "null" if value is None else self.column.text(row)
-        return _compare(text, self.operator, self.operand)
+        return bool(_COMPARE[self.operator](text, self.operand))
 
 
 def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> RunColumn:
@@ -145,12 +147,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _compare(value: Any, operator: str, operand: Any) -> bool:
-    equal, below = value == operand, operator in ("<", "<=") and value < operand
-    above = operator in (">", ">=") and value > operand
-    return bool(not equal if operator == "!=" else below or above or (equal and "=" in operator))
 
 
 def _ill_named(name: str, what: str, near: Iterable[str], option: str, typed: str) -> UserError:
