@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive test-oldest lint size format bench bench-plan faults docs schemas pictures docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest lint size format bench bench-plan faults docs schemas model-cards pictures docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -70,6 +70,10 @@ docs:
 # docs/schemas, from documents that commands print here; half a minute.
 schemas: $(READY)
 	$(BIN)/python dev/schemas.py
+
+# docs/model-cards.md: the cards of types that have none yet, one after another; stop it at any time.
+model-cards: $(READY)
+	$(BIN)/python dev/model_cards.py
 
 # docs/pictures, from real plans and trainings on a terminal; about a minute.
 pictures: $(READY)

@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("plan", "recipe=llama-8b", "cluster=h100-sxm", "launcher.devices=8"),
     "rehearse": ("rehearse", "recipe=debug", "parallel.dp=2", "launcher.devices=2"),
     "conform": ("conform", "recipe=debug", "parallel.dp=2"),
+    "conform-card": ("conform", "--card", "qwen3"),
     "eval": ("eval", "first", "--samples", "8"),
     "generate": ("generate", "first", "--prompt", "def", "--max-tokens", "4", "--seed", "1"),
     "runs-ls": ("runs", "ls"),

@@ -20,7 +20,14 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.processes.messages import BANDWIDTH, BENCH, CONFORMITY, EVALUATION, TRAINING
+from nanoscale.processes.messages import (
+    BANDWIDTH,
+    BENCH,
+    CONFORMITY,
+    EVALUATION,
+    MODEL_CARD,
+    TRAINING,
+)
 from nanoscale.processes.proc import allow_open_files, bind_to_gpu, keep_freed_memory
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
@@ -41,6 +48,7 @@ JOBS = {
     EVALUATION: "nanoscale.train.evaluation",
     BENCH: "nanoscale.measure.steps",
     CONFORMITY: "nanoscale.measure.conformity",
+    MODEL_CARD: "nanoscale.measure.model_card",
 }
 """The module whose `run` is the job, by the launcher's name of the job."""
 

@@ -121,21 +121,24 @@ def compare_with_layout(
     """Train the steps in one process, and compare with the records of a layout."""
     recorder = RecordedTraining(config, folder, rank)
     single = [recorder.step() for _ in range(STEPS)]
-    limits = _LIMITS
-    if config.model.source != "own" or config.train.objective == "hooks":
-        limits = {what: 1e4 * limit for what, limit in _LIMITS.items()}  # may compute parts in fp32
-    result = compare(read_records(folder.path, "records"), single, limits)
+    result = compare(read_records(folder.path, "records"), single, limits(config))
     if result["first_difference"] is None:
         later, first = single[SAVED:], SAVED + 1
         if restored := read_records(folder.path, "restored"):
-            result["restored"] = compare(restored, later, limits, first)
+            result["restored"] = compare(restored, later, limits(config), first)
         try:
             recorder = RecordedTraining(config, folder, rank, restores=True)
         except UserError as error:
             what = f"one process cannot resume from the checkpoint of this layout: {error}"
             return result | {"findings": [what]}
-        result["resumed"] = compare([recorder.step() for _ in later], later, limits, first)
+        result["resumed"] = compare([recorder.step() for _ in later], later, limits(config), first)
     return result
+
+
+def limits(config: ResolvedConfig) -> dict[str, float]:
+    """Return the largest relative differences of rounding; code of others may compute parts in fp32."""
+    is_ours = config.model.source == "own" and config.train.objective != "hooks"
+    return {what: limit if is_ours else 1e4 * limit for what, limit in _LIMITS.items()}
 
 
 def record_in_fp32(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
@@ -445,7 +448,7 @@ def _differences(ours: StepRecord, reference: StepRecord, least: float) -> Itera
         yield _tensors("gradient", name, ours.gradients, reference.gradients, least * norm)
     yield _numbers("grad_norm", ours.grad_norm, reference.grad_norm)
     for name in names:
-        if reference.gradients[name].norm() > _NOISE * norm:
+        if name in reference.updates and reference.gradients[name].norm() > _NOISE * norm:
             yield _tensors("update", name, ours.updates, reference.updates, 0.0)
     for name, value in reference.figures.items():
         yield _numbers("metric", ours.figures[name], value) | {"parameter": name}

@@ -30,8 +30,10 @@ BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
 TRAINING, BANDWIDTH, EVALUATION, BENCH = "training", "bandwidth", "evaluation", "bench"
-CONFORMITY = "conformity"
+CONFORMITY, MODEL_CARD = "conformity", "model card"
 """The jobs of ranks."""
+ALONE = ("documents", "export")
+"""The rows of a model's card that one process computes alone."""
 
 _WRITE_S = 1.0
 """Seconds for a write in progress; it may hang if nobody reads."""

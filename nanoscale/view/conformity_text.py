@@ -124,3 +124,47 @@ def _meaning(factor: float | None, degrees: dict[str, int], micro_batches: int) 
     if is_inverse:
         return f". A sum over {over} is missing, or a division by {number} is done twice{named}"
     return f". A sum over {over} is done twice, or a division by {number} is missing{named}"
+
+
+# --- the card of a model --------------------------------------------------------------------------
+
+
+def card_cells(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the outcome of each row, its largest difference or None, and its sentence or None.
+
+    The last row is about the resumes of all layouts in one process.
+    """
+    cells = {row: _cell(result) for row, result in results.items()}
+    resumed = [it["largest"] for row in results.values() if (it := row.get("resumed"))]
+    cells["resume elsewhere"] = _outcome("unverified", "no layout has been resumed")
+    if resumed:
+        cells["resume elsewhere"] = _outcome("differs", "a layout above says how")
+    if resumed and None not in resumed:
+        cells["resume elsewhere"] = _outcome("equal", largest=max(resumed))
+    return cells
+
+
+def _cell(result: dict[str, Any]) -> dict[str, Any]:
+    for outcome in ("refused", "failed"):
+        if outcome in result:
+            lines = [it for it in result[outcome].splitlines() if not it.startswith(" ")]
+            return _outcome(outcome, ": ".join(dict.fromkeys([lines[0], lines[-1]])))
+    if result["equal"]:
+        return _outcome("equal", largest=result["largest"])
+    *compared, _ = sentences(result)
+    return _outcome("differs", " ".join(it for it in compared if ": equal to " not in it))
+
+
+def _outcome(name: str, message: str | None = None, largest: float | None = None) -> dict[str, Any]:
+    return {"outcome": name, "largest": largest, "message": message}
+
+
+def card_lines(card: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each row of a card."""
+    yield (
+        f"{card['model']}: a small random model of type {card['type']} with {card['parameters']:,} parameters, "
+        "and the largest relative differences from one process in fp64"
+    )
+    for row, cell in card["rows"].items():
+        shown = f"{cell['largest']:.0e}" if cell["outcome"] == "equal" else cell["outcome"]
+        yield f"  {row:18}{shown}{': ' * bool(cell['message'])}{cell['message'] or ''}"

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from nanoscale.cli.main import run
-from nanoscale.view.conformity_text import sentences
+from nanoscale.cli.measure import conform
+from nanoscale.config.schema import Model
+from nanoscale.config.translation.miniature import small_hf_model
+from nanoscale.view.conformity_text import card_cells, sentences
 from tests.support import hf_models
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -85,3 +88,92 @@ def test_what_transformers_cannot_divide_is_refused_before_ranks_start(tmp_path,
     words += ["train.seq_len=32", "train.sample_tokens=0", "launcher.devices=2", "parallel.tp=2"]
     assert run(["conform", "model=hf", "launcher.device=cpu", *words]) == 2
     assert "no plan that divides its layers" in capsys.readouterr().err
+
+
+# --- the card of a model --------------------------------------------------------------------------
+
+PLANTED = """
+from torch.nn import functional as F
+
+from nanoscale.parallel import tensor
+
+tensor.partial_grad = tensor.replicated_grad
+
+def loss(logits, targets, config):
+    if config.parallel.cp_method == "ulysses":
+        raise RuntimeError("planted in a row")
+    return F.cross_entropy(logits, targets, reduction="none")
+"""
+
+
+@pytest.mark.slow
+def test_a_card_has_a_number_or_a_sentence_for_each_layout(capsys):
+    assert run(["conform", "--card", "qwen3", "--json"]) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert card["equal"] and [*card["rows"]] == [*conform._ROWS, "resume elsewhere"]
+    for row, cell in card["rows"].items():
+        assert (cell["largest"] or 0) < 1e-5 and (cell["largest"] is None) == bool(
+            cell["message"]
+        ), row
+    exact = {row: card["rows"][row] for row in ("documents", "tp", "pp", "cp, ring", "cp, ulysses")}
+    assert all(cell["largest"] < 1e-12 for cell in exact.values())
+    assert card["rows"]["ep"]["message"] == "the model has no experts"
+
+
+@pytest.mark.slow
+def test_a_card_finds_a_gradient_that_tp_does_not_sum_and_names_a_failed_row(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    rows = {row: conform._ROWS[row] for row in ("cp, ulysses", "tp", "cp, ring")}
+    monkeypatch.setattr(conform, "_ROWS", rows)
+    (tmp_path / "hooks.py").write_text(PLANTED)
+    words = ("hooks.path=hooks.py", "train.objective=hooks")
+    assert run(["conform", "--card", "qwen3", *words]) == 1
+    _, failed, tp, ring, resume = capsys.readouterr().out.splitlines()
+    assert "failed" in failed and "RuntimeError: planted in a row" in failed
+    assert "differs" in tp and "q_norm.weight" in tp
+    assert "e-1" in ring and "e-1" in resume
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "suggestions"),
+    [
+        ("qwen33", "is not a model_type of a causal language model", ["--card qwen3", "--card qwen3_5"]),
+        ("{folder}", "config.json cannot be read", []),
+        ("{folder}/gone", "is neither a folder nor a possible name of a model", []),
+    ],
+)  # fmt: skip
+def test_a_card_of_no_model_is_refused(tmp_path, name, message, suggestions, capsys):
+    assert run(["conform", "--card", name.format(folder=tmp_path), "--json"]) == 2
+    (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+    assert message in violation["message"]
+    assert [it for it in violation["suggestions"] if it in suggestions] == suggestions
+
+
+def test_a_card_says_what_was_not_tried_and_how_a_layout_differs():
+    refused = {"tp": {"refused": "why"}}
+    cells = card_cells(refused | {"pp": {"failed": "rank 0 failed\nRuntimeError: no"}})
+    assert cells["tp"] == {"outcome": "refused", "largest": None, "message": "why"}
+    assert cells["pp"]["message"] == "rank 0 failed: RuntimeError: no"
+    assert cells["resume elsewhere"]["outcome"] == "unverified"
+    resumed = {"equal": True, "largest": 1e-16, "resumed": {"largest": 2e-16}}
+    assert card_cells({"tp": resumed})["resume elsewhere"]["largest"] == 2e-16
+    lost = {**resumed, "resumed": {"largest": None}}
+    assert card_cells({"tp": resumed, "pp": lost})["resume elsewhere"]["outcome"] == "differs"
+
+
+def test_a_small_model_keeps_each_kind_of_layer():
+    kinds = ["mamba", "mamba", "moe", "attention", "moe", "mamba"]
+    document = {"layers_block_type": kinds, "hidden_size": 4096, "moe_layers": [0, 2, 5]}
+    document |= {"per_layer": {"3": "kept", "4": "dropped"}, "vocab_size": 9, "eos_token_id": 99}
+    small = small_hf_model(Model(source="hf", hf_config=document), stages=2)
+    assert small.layers == 4 and small.hidden == 64
+    expected = {"layers_block_type": ["mamba", "mamba", "moe", "attention"], "hidden_size": 64}
+    expected |= {
+        "moe_layers": [0, 2],
+        "per_layer": {"3": "kept"},
+        "vocab_size": 9,
+        "eos_token_id": 63,
+    }
+    assert small.hf_config == expected

@@ -77,6 +77,8 @@ EXCUSED = {
     ),
     "nanoscale conform recipe=debug parallel.dp=2 parallel.tp=2 zero=stage3": "compares real ranks: "
     "tests/cli/test_conform.py",
+    "nanoscale conform --card qwen3": "compares real ranks: tests/cli/test_conform.py",
+    "nanoscale conform --card TYPE": "compares real ranks: tests/cli/test_conform.py",
     "nanoscale train launcher=slurm": "needs an allocation: tests/cluster/test_slurm.py",
     "nanoscale doctor --hostfile hosts": "needs hosts with sshd: tests/cluster/test_doctor.py runs it on some",
     "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "

@@ -25,7 +25,10 @@ EXAMPLES = {
         "nanoscale plan recipe=llama-70b cluster=h100-sxm launcher.nodes=8 --search",
     ),
     "rehearse": ("nanoscale rehearse recipe=debug parallel=4d",),
-    "conform": ("nanoscale conform recipe=debug parallel.dp=2 parallel.tp=2 zero=stage3",),
+    "conform": (
+        "nanoscale conform recipe=debug parallel.dp=2 parallel.tp=2 zero=stage3",
+        "nanoscale conform --card qwen3",
+    ),
     "doctor": ("nanoscale doctor", "nanoscale doctor --hostfile hosts --quick"),
     "data prepare": (
         "nanoscale data prepare texts/ --out corpus --train-tokenizer",

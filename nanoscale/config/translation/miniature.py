@@ -23,6 +23,24 @@ EVALUATED = 5
 """The samples of an evaluation, which no number of ranks divides."""
 MOST_RANKS = 16
 _SEQ = 16
+_HF_SIZES = {
+    1: "n_group topk_group first_k_dense_replace num_dense_layers num_expert_group",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads linear_num_heads "
+    "mamba_n_groups n_groups num_query_groups index_n_heads index_topk num_kv_shared_layers "
+    "decoder_layers encoder_layers decoder_attention_heads encoder_attention_heads",
+    4: " ".join(EXPERTS),
+    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim sliding_window linear_key_head_dim "
+    "linear_value_head_dim chunk_size linear_head_dim mamba_n_heads mamba_num_heads "
+    "linear_num_value_heads hidden_size_per_layer_input laurel_rank embedding_size mamba_chunk_size",
+    16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size kv_lora_rank "
+    "q_lora_rank moe_shared_expert_intermediate_size v_head_dim swa_head_dim global_head_dim "
+    "mamba_d_head mamba_head_dim mamba_d_state ssm_state_size state_size time_step_rank mamba_dt_rank "
+    "index_head_dim",
+    48: "decoder_ffn_dim encoder_ffn_dim dim_ff dff",
+    64: "vocab_size_per_layer_input lru_width word_embed_proj_dim",
+    128: "mamba_d_ssm",
+}  # fmt: skip
+"""Sizes of parts that our own model has not, by their names in config.json."""
 
 
 def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[str]]:
@@ -252,8 +270,7 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
         parameters=None,
     )
     if model.source == "hf":
-        document = _hf_document(model.hf_config, small)
-        return replace(small, hf_config=document, **sizes(document))
+        return small_hf_model(small, divisor, stages)
     scaling = model.rope_scaling
     if scaling is not None and (scaling.short_factor or scaling.long_factor):
         half = small.rotated_width // 2
@@ -263,18 +280,49 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
     return small
 
 
-def _hf_document(document: dict[str, Any], small: Model) -> dict[str, Any]:
-    """Return config.json of a small model of the same class."""
-    limits = {name: getattr(small, key) for key, names in SIZES.items() for name in names}
-    limits |= dict.fromkeys(EXPERTS, small.experts or 4)
-    limits |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-    limits |= {name: small.vocab - 1 for name in document if name.endswith("_token_id")}
-    limits |= {"sliding_window": 5}
-    result = {
-        name: min(value, limits[name]) if name in limits and type(value) is int else value
-        for name, value in document.items()
-    }
-    for name in {"layer_types", "layers_block_type"} & document.keys():
-        if kinds := document[name]:
-            result[name] = [*kinds[: small.layers - 1], kinds[-1]]
-    return result
+def small_hf_model(model: Model, divisor: int = 1, stages: int = 1) -> Model:
+    """Return a small model of the same class of transformers, with each of its kinds of layers.
+
+    Args:
+        divisor: a number that divides its heads.
+        stages: a number that divides its blocks.
+    """
+    document, heads = model.hf_config, 2 * max(2, divisor)
+    widths = {"hidden": 64, "heads": heads, "kv_heads": max(2, divisor), "head_dim": 16, "ffn": 48}
+    widths |= {"vocab": 64, "max_seq_len": 2 * _SEQ}
+    limits = {name: widths[key] for key in widths for name in SIZES[key]}
+    limits |= {name: size for size, names in _HF_SIZES.items() for name in names.split()}
+    limits |= {name: widths["vocab"] - 1 for name in document if name.endswith("_token_id")}
+    if "qk_rope_head_dim" in document:  # latent attention, whose head_dim is the rotated part
+        limits |= {"head_dim": 8, "qk_head_dim": 16}
+    depth = sizes(document).get("layers", 0)
+    kept = _kept_layers(document, depth, math.lcm(2, stages))
+    limits |= dict.fromkeys(SIZES["layers"], len(kept))
+    small = {name: _small_value(name, it, limits, kept, depth) for name, it in document.items()}
+    return replace(model, hf_config=small, **sizes(small))
+
+
+def _small_value(name: str, value: Any, limits: dict[str, int], kept: list[int], depth: int) -> Any:
+    if _are_numbers(value, depth):
+        return [kept.index(i) for i in value if i in kept]
+    if isinstance(value, list) and len(value) == depth:
+        return [value[i] for i in kept]
+    if isinstance(value, dict) and value and all(key.isdigit() for key in value):
+        return {str(kept.index(int(i))): it for i, it in value.items() if int(i) in kept}
+    return min(value, limits[name]) if name in limits and type(value) is int else value
+
+
+def _are_numbers(value: Any, depth: int) -> bool:
+    """True for a list of numbers of layers."""
+    is_list = isinstance(value, list) and len(value) > 2
+    return is_list and value == sorted({it for it in value if type(it) is int and 0 <= it < depth})
+
+
+def _kept_layers(document: dict[str, Any], depth: int, multiple: int) -> list[int]:
+    """Return the numbers of layers to keep: the first of each kind, and more to a multiple."""
+    lists = [it for it in document.values() if isinstance(it, list) and len(it) == depth]
+    lists = [it for it in lists if not _are_numbers(it, depth)]
+    kinds = [str([it[i] for it in lists]) for i in range(depth)]
+    kept = sorted({kinds.index(kind) for kind in kinds})
+    others = [i for i in range(depth) if i not in kept]
+    return sorted([*kept, *others[: -len(kept) % multiple]])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -231,18 +233,39 @@ def run_one_shot_job(
         UserError: the hosts are not ready, or a rank found an error in the request.
         OneShotJobError: it failed otherwise.
     """
-    hosts = hosts or (command.local_host(config.world_size),)
-    with Fleet(config, hosts, Path(config.run.root).absolute()) as fleet:
-        fleet.prepare(
-            command.agent_environment(config, config.world_size, os.environ),
-            will_launch=True,
-            job=job,
-        )
-        fleet.gather()
-        if config.launcher.preflight:
-            require_ready(fleet, config)
-        plan = command.plan_launch(config, NO_RUN, 1, hosts, fleet.members[0].port)
-        return _result(execute(fleet, fleet.members, plan, config, job, task, on_line))
+    with one_shot_jobs(job, config, hosts) as run:
+        return run(config, task, on_line)
+
+
+@contextmanager
+def one_shot_jobs(
+    job: str, config: ResolvedConfig, hosts: tuple[Host, ...] = ()
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Provide a function that runs one such job after another, with the same agents.
+
+    Its arguments are the job's configuration, task, and the function for its lines. Without hosts, jobs may
+    have other numbers of ranks than `config`.
+    """
+    fixed = hosts or (command.local_host(config.world_size),)
+    with Fleet(config, fixed, Path(config.run.root).absolute()) as fleet:
+        numbers = itertools.count(1)
+
+        def run(
+            own: ResolvedConfig, task: dict[str, Any], on_line: Callable[[str], None]
+        ) -> dict[str, Any]:
+            fleet.prepare(
+                command.agent_environment(own, own.world_size, os.environ),
+                will_launch=True,
+                job=job,
+            )
+            fleet.gather()
+            if own.launcher.preflight:
+                require_ready(fleet, own)
+            port, number = fleet.members[0].port, next(numbers)
+            plan = command.plan_launch(own, NO_RUN, number, hosts, port)
+            return _result(execute(fleet, fleet.members, plan, own, job, task, on_line))
+
+        yield run
 
 
 def execute(

@@ -122,14 +122,8 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
             folder = str(locate(init_from, weights=True))
     except NoSuchModelError as error:
         refuse_model(composed, KEY, init_from, error)
-    divided = {
-        "parallel.cp": config.parallel.cp > 1,
-        "data.packing": config.data.packing == "whole",
-    }
-    divided["data.document_mask"] = config.data.document_mask
-    needs_ours = next((key for key, is_set in divided.items() if is_set), "")
-    question = {"model": asdict(model), "folder": folder, "tp": config.parallel.tp}
-    question |= {"attention": needs_ours, "stages": config.parallel.pp}
+    question = hf_question(config, folder)
+    needs_ours = question["attention"]
     answer = _ask("nanoscale.checkpoint.hf.load_any_model", question, "transformers")
     if isinstance(answer, str):
         answer = {"problem": answer, "of": "model"}
@@ -148,6 +142,25 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
     found = {key: answer[key] for key in ("parameters", "tie_embeddings", "kept_tensors")}
     checked = replace(model, init_from=folder or init_from, **found)
     return replace(config, model=checked)
+
+
+def hf_question(config: ResolvedConfig, folder: str | None) -> dict[str, Any]:
+    """Return the request of `load_any_model.judge` about a job and the folder of its weights."""
+    divided = {
+        "parallel.cp": config.parallel.cp > 1,
+        "data.packing": config.data.packing == "whole",
+        "data.document_mask": config.data.document_mask,
+    }
+    needs_ours = next((key for key, is_set in divided.items() if is_set), "")
+    question = {"model": asdict(config.model), "folder": folder, "tp": config.parallel.tp}
+    return question | {"attention": needs_ours, "stages": config.parallel.pp}
+
+
+def save_small_model(family: str, document: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
+    """Save a small random model of a `model_type` of transformers, and return the answer of `small_model`."""
+    question = {"type": family, "document": document, "folder": str(folder)}
+    answer = _ask("nanoscale.measure.small_model", question, "transformers")
+    return {"problem": answer} if isinstance(answer, str) else answer
 
 
 def _with_own_model(composed: Composed, config: ResolvedConfig) -> ResolvedConfig:

@@ -1,0 +1,61 @@
+"""A small random model of a type of transformers, saved as its publishers would save it.
+
+`python -m nanoscale.measure.small_model < request.json` writes it: the launcher never imports transformers. A
+request is the `type`, its config.json as `document` or null for the usual one, and the `folder` to write; the
+answer, the last line, is the `problem` or null, `instead` the similar types, the number of
+`parameters`, and the version of `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+from nanoscale.config.schema import Model
+from nanoscale.config.translation.miniature import small_hf_model
+from nanoscale.config.violations import nearest
+from nanoscale.models.hf_model import build, named_tensors
+
+_MOST_PARAMETERS = 5_000_000
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Save the model, and answer a request."""
+    family, document = request["type"], request["document"]
+    if family not in CAUSAL:
+        problem = "is not a model_type of a causal language model of transformers"
+        return {"problem": problem, "instead": nearest(family, CAUSAL)}
+    if document is None:
+        document = json.loads(transformers.CONFIG_MAPPING[family]().to_json_string())
+    shape = small_hf_model(Model(source="hf", name=family, hf_config=document))
+    try:
+        count = sum(parameter.numel() for parameter in build(shape).parameters())
+        if count > _MOST_PARAMETERS:
+            return {
+                "problem": f"is not small with the sizes that are known here: {count:,} parameters"
+            }
+        torch.manual_seed(0)
+        model = build(shape, real=True)
+        model.init_weights()
+    except Exception as error:  # errors of transformers, and of a model's own code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"problem": f"transformers cannot build a small one: {reason[:300]}"}
+    with torch.no_grad():
+        for _, tensor in named_tensors(model):
+            if tensor.is_floating_point() and tensor.ndim == 1:
+                tensor += 0.3 * torch.randn_like(tensor)
+    model.save_pretrained(request["folder"])
+    return {"problem": None, "parameters": count, "transformers": transformers.__version__}
+
+
+def main() -> None:
+    print(json.dumps(answer(json.load(sys.stdin))))
+
+
+if __name__ == "__main__":
+    main()
