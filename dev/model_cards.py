@@ -31,7 +31,7 @@ nanoscale conform --card TYPE
 A number is the largest relative difference of losses, gradients and metrics from one process in fp64
 ([conform.md](conform.md#the-card-of-a-model)). *documents*: packed rows compared with separate documents. *resume elsewhere*: each
 layout's checkpoint resumed in one process. *export*: logits of the exported folder in transformers; names, dtypes and bytes of
-its tensors are those of the folder that was read. Differences near 1e-7 come from parts that transformers computes in fp32,
+its tensors are equal to the folder that was read. Differences near 1e-7 come from parts that transformers computes in fp32,
 such as norms, and rotary angles in *export*. A note says why a layout is refused (r), differs (d) or fails (f).
 `make model-cards` makes the cards that are missing, about one a minute, and writes this page.
 """  # noqa: E501
@@ -99,7 +99,7 @@ def page(cards: dict[str, Any]) -> Iterator[str]:
         yield "A small model of the type's default configuration cannot be built, or is not small.\n"
         yield "| type | reason |\n|---|---|"
         for name in sorted(cards.keys() - made.keys()):
-            yield f"| `{name}` | {escaped(cards[name]['error'])} |"
+            yield f"| `{name}` | {quoted(cards[name]['error'])} |"
 
 
 def shown(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
@@ -110,14 +110,13 @@ def shown(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
         return f"{cell['largest']:.0e}"
     if not cell["message"] or cell["outcome"] == "unverified":
         return str(cell["outcome"])
-    number = notes.setdefault(escaped(cell["message"]), len(notes) + 1)
+    number = notes.setdefault(quoted(cell["message"]), len(notes) + 1)
     return f"{cell['outcome'][0]} {number}"
 
 
-def escaped(text: str) -> str:
-    for mark in "|*[]<>":
-        text = text.replace(mark, f"\\{mark}")
-    return " ".join(text.replace("](", "] (").split())
+def quoted(text: str) -> str:
+    """Return a sentence of the program as code, in which Markdown has no marks."""
+    return f"`{' '.join(text.split()).replace('`', chr(39)).replace('|', '/')}`"
 
 
 if __name__ == "__main__":

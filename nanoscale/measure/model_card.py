@@ -40,17 +40,14 @@ def run(context: RankContext) -> str:
     """
     process_group.join(context.world_size, torch.device("cpu"), 120.0, even_alone=True)
     task = read_json(context.run.task)
-    of_layout = (
-        conformity.record_layout if context.world_size > 1 else conformity.compare_with_layout
-    )
+    works = {"documents": compare_documents, "export": compare_export}
     for row, path in task["files"].items():
         file = Path(path)
         problem = judge(task["asked"][row])["problem"]
         try:
-            work = {"documents": compare_documents, "export": compare_export}.get(row, of_layout)
-            result = {"refused": problem}
-            if problem is None:
-                result = work(load(file), RunDirectory(file.parent), context.rank)
+            work = works.get(row, _in_layout)
+            job = load(file), RunDirectory(file.parent), context.rank
+            result = {"refused": problem} if problem else work(*job)
         except UserError as error:
             result = {"refused": str(error)}
         process_group.gather(None)
@@ -60,6 +57,12 @@ def run(context: RankContext) -> str:
         write_json(context.run.result, {})
     process_group.leave()
     return "completed"
+
+
+def _in_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
+    if config.world_size > 1:
+        return conformity.record_layout(config, folder, rank)
+    return conformity.compare_with_layout(config, folder, rank)
 
 
 def compare_documents(config: ResolvedConfig, _: RunDirectory, __: int) -> dict[str, Any]:

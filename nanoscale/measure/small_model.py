@@ -2,8 +2,7 @@
 
 `python -m nanoscale.measure.small_model < request.json` writes it: the launcher never imports transformers. A
 request is the `type`, its config.json as `document` or null for the usual one, and the `folder` to write; the
-answer, the last line, is the `problem` or null, `instead` the similar types, the number of
-`parameters`, and the version of `transformers`.
+answer, the last line, is the `problem` or null with the number of `parameters` and the version of transformers.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         count = sum(parameter.numel() for parameter in build(shape).parameters())
         if count > _MOST_PARAMETERS:
-            return {
-                "problem": f"is not small with the sizes that are known here: {count:,} parameters"
-            }
+            raise ValueError(f"with the sizes that are known here it has {count:,} parameters")
         torch.manual_seed(0)
         model = build(shape, real=True)
         model.init_weights()

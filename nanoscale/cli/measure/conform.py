@@ -101,7 +101,7 @@ def _card(line: CommandLine, name: str) -> dict[str, Any]:
     from nanoscale.config.hf.any_model import has_experts
     from nanoscale.config.hf.families import UnsupportedError
     from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-    from nanoscale.config.hf.shape import read_config
+    from nanoscale.config.hf.text_part import read_config
     from nanoscale.config.translation.miniature import miniature
     from nanoscale.launch.lifecycle.small_job import card
     from nanoscale.launch.preflight.by_library import save_small_model
