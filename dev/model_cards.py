@@ -116,7 +116,9 @@ def shown(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
 
 def quoted(text: str) -> str:
     """Return a sentence of the program as code, in which Markdown has no marks."""
-    return f"`{' '.join(text.split()).replace('`', chr(39)).replace('|', '/')}`"
+    for mark, instead in (("`", "'"), ("|", "/"), ("](", "] (")):
+        text = text.replace(mark, instead)
+    return f"`{' '.join(text.split())}`"
 
 
 if __name__ == "__main__":
