@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from nanoscale.backends import one_pass
+from nanoscale.backends.adamw import OwnOptimizer
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.muon import group_of, ranks_of
 from nanoscale.models.initialization import local_region
@@ -26,11 +26,11 @@ _DECAY = -0.8
 """The second moment forgets with 1 - step^-0.8 (section 7.2)."""
 
 
-class Adafactor(Optimizer):
+class Adafactor(OwnOptimizer):
     """Adafactor without momentum; the root mean square of an update is at most 1 (section 6)."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        super().__init__(groups, lr=lr)
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:

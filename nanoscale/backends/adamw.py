@@ -34,16 +34,14 @@ class LocalAdamW(AdamW):
         return has_complex
 
 
-class _AdamW(Optimizer):
-    """The settings of AdamW, for an update of our own."""
+class OwnOptimizer(Optimizer):
+    """An optimizer with an update of our own; its settings are those of groups that have no others."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, {"weight_decay": 0.0, **settings})
 
 
-class RoundedAdamW(_AdamW):
+class RoundedAdamW(OwnOptimizer):
     """AdamW that computes in fp32 and rounds what is kept in bf16, moments or weights, stochastically.
 
     Rounded to the nearest number, a weight whose updates are below 1/512 of it would never change, and a
@@ -132,7 +130,7 @@ def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     )
 
 
-class ScheduleFreeAdamW(_AdamW):
+class ScheduleFreeAdamW(OwnOptimizer):
     """AdamW whose gradients are taken between its weights z and their average x, which is the result.
 
     The weights of the training are y = (1 − beta1) · z + beta1 · x, so z need not be stored. Each step counts

@@ -66,11 +66,6 @@ def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
     scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
 
 
-def excess(norm: Tensor, limit: float) -> Tensor:
-    """Return how many times too long a gradient of this norm is, at least 1."""
-    return ((norm + 1e-6) / limit).clamp(min=1.0)
-
-
 @dataclass(frozen=True)
 class TiedGradient:
     """The gradient of a tied embedding in a pipeline: its ends hold one copy of the weights each, and make the

@@ -15,8 +15,14 @@ from torch.optim import AdamW, Optimizer
 
 from nanoscale.backends import one_pass
 from nanoscale.backends.adafactor import Adafactor
-from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW, ScheduleFreeAdamW, initial_average
-from nanoscale.backends.gradients import excess, local_tensor
+from nanoscale.backends.adamw import (
+    LocalAdamW,
+    OwnOptimizer,
+    RoundedAdamW,
+    ScheduleFreeAdamW,
+    initial_average,
+)
+from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.muon import Muon
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.common.errors import UserError
@@ -166,11 +172,8 @@ def _update_group(
         one_pass.run(update, optimizer, [parameter, *moments], [parameter.grad], *rates, *numbers)
 
 
-class Lion(Optimizer):
+class Lion(OwnOptimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of a moving average is the update."""
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -191,11 +194,8 @@ def _lion(
     return weights * (1 - lr * decay) - lr * sign, average + (gradient - average) * (1 - beta2)
 
 
-class SGD(Optimizer):
+class SGD(OwnOptimizer):
     """Gradient descent, with heavy-ball momentum unless it is 0; decay is a part of the gradient."""
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -273,7 +273,7 @@ def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:
     if type(optimizer) not in (AdamW, LocalAdamW) or norm.dtype != torch.float32:
         return False
     fused: Any = optimizer
-    fused.grad_scale = excess(norm, limit)
+    fused.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)
     return True
 
 

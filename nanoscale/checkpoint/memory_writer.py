@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,7 +207,11 @@ class MemoryWriter:
         for slot in self._slots:
             slot.remove()
         self._names = tuple(state)
-        parts = {name: (name, boxes_of(value), _local_size(value)) for name, value in state.items()}
+        parts = {}
+        for name, value in state.items():
+            boxes = boxes_of(value)
+            count = sum(prod(box.sizes) for box in boxes)
+            parts[name] = name, boxes, count * value.dtype.itemsize
         held = process_group.gather((self._order.node, [*parts.values()]))
         self._shares = divide(held, process_group.rank())
         local = self._shares.local
@@ -263,11 +268,6 @@ def _local(value: Tensor) -> Tensor:
     if isinstance(value, FlatShard):
         return value.local
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
-
-
-def _local_size(value: Tensor) -> int:
-    count = value.count if isinstance(value, FlatShard) else _local(value).numel()
-    return count * value.dtype.itemsize
 
 
 def in_thread(action: Callable[[], T]) -> Future[T]:

@@ -150,7 +150,11 @@ def load_newest(
         _read(candidate, available)
         return manifest
     if damaged:
-        raise _no_complete_checkpoint(workspace, damaged)
+        folder = workspace.parent
+        causes = " · ".join(f"{it.path.name}: {'; '.join(damage)}" for it, damage in damaged)
+        command = f"nanoscale train --config {shlex.quote(str(folder.parent / 'config.yaml'))}"
+        text = f"no checkpoint in {folder} is complete: {causes}. To start again: {command}"
+        raise UserError("checkpoint", text)
     return None
 
 
@@ -190,17 +194,6 @@ def _set_aside(
     report(
         f"{checkpoint.path.name} is damaged ({'; '.join(damage)}) and is now {new_path.name}; the run "
         f"resumes from an earlier checkpoint. To undo that, stop the run and type: {store.undo(new_path)}"
-    )
-
-
-def _no_complete_checkpoint(
-    workspace: Path, damaged: list[tuple[StoredCheckpoint, list[str]]]
-) -> UserError:
-    folder = workspace.parent
-    causes = " · ".join(f"{stored.path.name}: {'; '.join(damage)}" for stored, damage in damaged)
-    command = f"nanoscale train --config {shlex.quote(str(folder.parent / 'config.yaml'))}"
-    return UserError(
-        "checkpoint", f"no checkpoint in {folder} is complete: {causes}. To start again: {command}"
     )
 
 

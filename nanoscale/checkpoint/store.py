@@ -27,7 +27,13 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
 from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
-from nanoscale.runs.directory import checkpoint_folders, checkpoint_path, file_sum, sync_folder
+from nanoscale.runs.directory import (
+    checkpoint_folders,
+    checkpoint_path,
+    file_sum,
+    path_of_damaged,
+    sync_folder,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -238,11 +244,7 @@ def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:
         FencedError: the run has continued without this attempt.
     """
     folder = checkpoint.path.parent
-    target = folder / f"damaged-{checkpoint.path.name}"
-    number = 2
-    while target.exists():
-        target = folder / f"damaged-{checkpoint.path.name}-{number}"
-        number += 1
+    target = path_of_damaged(checkpoint.path)
     with fence.explained(workspace):
         checkpoint.path.rename(workspace / target.name)
         (workspace / target.name).rename(target)

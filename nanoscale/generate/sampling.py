@@ -45,19 +45,14 @@ def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    values, tokens = _most_likely(logits, sampling)
+    values, tokens = logits, torch.arange(len(logits))
+    if sampling.top_k is not None and sampling.top_k < len(logits):
+        values, tokens = logits.topk(sampling.top_k)
+    elif sampling.top_p is not None:  # which needs the largest first
+        values, tokens = logits.sort(descending=True, stable=True)
     # The largest is subtracted first: a small temperature would make the numbers overflow.
     probability = ((values - values.max()) / sampling.temperature).softmax(0)
     if sampling.top_p is not None:
         before = probability.cumsum(0) - probability
         probability = probability[before < sampling.top_p]
     return int(tokens[torch.multinomial(probability, 1, generator=generator)])
-
-
-def _most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the candidate logits and tokens; sorted from the largest if `top_p` needs it."""
-    if sampling.top_k is not None and sampling.top_k < len(logits):
-        return logits.topk(sampling.top_k)
-    if sampling.top_p is not None:
-        return logits.sort(descending=True, stable=True)
-    return logits, torch.arange(len(logits))

@@ -34,7 +34,7 @@ from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
 from nanoscale.data.tokens.tokenizer import load as load_tokenizer
-from nanoscale.models.hf_model import saved_buffers
+from nanoscale.models.hf_model import count_parameters
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.fsdp import TORCH_DTYPES
@@ -250,8 +250,6 @@ def state_of(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     for number, block in model.layers.items():
         if isinstance(block.mlp, MixtureOfExperts) and model.shape.has_choice_bias:
             yield f"balance.bias.layers.{number}", block.mlp.router.choice_bias
-    if model.shape.source == "hf":
-        yield from ((f"model.{name}", value) for name, value in saved_buffers(model))
 
 
 def _named(tokenizer_name: str) -> Tokenizer:
@@ -299,8 +297,8 @@ def materialize(model: Transformer, devices: Sequence[torch.device]) -> None:
         model.materialize(devices[0])
         return
     layers = list(model.layers.values())
-    sizes = [_size(layer) for layer in layers]
-    before, total = _size(model) - sum(sizes), _size(model)
+    sizes = [count_parameters(layer) for layer in layers]
+    before, total = count_parameters(model) - sum(sizes), count_parameters(model)
     before = before // 2 if model.has_separate_head else before
     middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
     for layer, middle in zip(layers, middles, strict=True):
@@ -319,7 +317,3 @@ def _place(module: nn.Module, device: torch.device) -> None:
 
 def _moved(device: torch.device, _: nn.Module, *arguments: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), arguments)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

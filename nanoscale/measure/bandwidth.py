@@ -309,7 +309,10 @@ def closed_ways(name: str) -> list[dict[str, str]]:
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(place, port, is_master=False, timeout=_WAIT)
     if os.environ["LOCAL_RANK"] == "0":
-        family, address = _own_address(place)
+        family, kind, _, _, towards = socket.getaddrinfo(place, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # the address on the route to the rendezvous
+            probe.connect(towards)  # sends nothing
+            address = str(probe.getsockname()[0])
         with socket.create_server(("", 0), family=family, backlog=count) as door:
             at = {"name": name, "address": address, "port": door.getsockname()[1]}
             store.set(f"doors/{own}", json.dumps(at))
@@ -335,11 +338,3 @@ def _read_all(store: Store, what: str, count: int) -> Sequence[Any]:
     keys = [f"{what}/{number}" for number in range(count)]
     store.wait(keys, _WAIT)
     return [json.loads(text) for text in store.multi_get(keys)]
-
-
-def _own_address(place: str) -> tuple[int, str]:
-    """Return the address of this host on the route to the rendezvous."""
-    family, kind, _, _, towards = socket.getaddrinfo(place, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(towards)  # sends nothing
-        return family, str(probe.getsockname()[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import os
 from math import isfinite
@@ -17,7 +16,7 @@ from nanoscale.common.versions import missing
 from nanoscale.config.schema import Logger
 from nanoscale.metrics.trackers import Record, Subject, open_trackers
 from nanoscale.runs import events, fence
-from nanoscale.runs.directory import RunDirectory, open_to_append, write_atomically
+from nanoscale.runs.directory import RunDirectory, open_to_append, path_of_damaged, write_atomically
 
 _LINES_NAMED = 5
 """The most damaged lines that a message names."""
@@ -86,7 +85,7 @@ class JsonLines:
         except FileNotFoundError:
             damage = f"metrics.jsonl is missing: the figures of steps 1 to {step} are lost"
         except OSError as error:
-            damaged_file = _free_path(run.metrics)
+            damaged_file = path_of_damaged(run.metrics)
             why = error.strerror
             damage = f"metrics.jsonl cannot be read ({why}) and is now {damaged_file.name}"
             fence.require(self._workspace)
@@ -95,7 +94,7 @@ class JsonLines:
             lines, damaged = lines_up_to(text, step)
             content = b"".join(lines)
             if damaged:
-                damaged_file = _free_path(run.metrics)
+                damaged_file = path_of_damaged(run.metrics)
                 more = ", …" if damaged[_LINES_NAMED:] else ""
                 numbers = ", ".join(map(str, damaged[:_LINES_NAMED])) + more
                 damage = (
@@ -140,13 +139,6 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
         except (ValueError, KeyError, TypeError):
             damaged.append(number)
     return lines, damaged
-
-
-def _free_path(path: Path) -> Path:
-    """Return a free name next to `path` for damaged content, named like a damaged checkpoint."""
-    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    names = (f"damaged-{path.name}{end}" for end in ends)
-    return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
 class TensorBoard:

@@ -214,7 +214,12 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, sinks = ctx.saved_tensors
         grads = PASSES[ctx.name].backward(grad_out, *tensors, *ctx.settings)
-        of_sinks = sink_gradient(grad_out, tensors[3], tensors[4], sinks)
+        of_sinks = None
+        if sinks is not None:  # result and log-sum-exp include them
+            out, lse = tensors[3:5]
+            weights = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
+            of_sinks = -(weights * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2))
+            of_sinks = of_sinks.to(sinks.dtype)
         return None, *grads, of_sinks, None, *[None] * len(ctx.settings)
 
 
@@ -236,16 +241,6 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     """Return result and log-sum-exp with the sinks of the heads."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
     return out * (lse - total).exp_().unsqueeze(-1), total
-
-
-def sink_gradient(
-    grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
-) -> Tensor | None:
-    """Return the gradient of the sinks, from result and log-sum-exp that include them."""
-    if sinks is None:
-        return None
-    weights = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
-    return -(weights * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def sequence_major(x: Tensor) -> Tensor:

@@ -105,8 +105,12 @@ def mixers(model: nn.Module) -> dict[str, set[str]]:
 
     A layer without functions is one that only the model's own code computes.
     """
-    calls = {name: _called(module) for name, module in model.named_modules()}
-    found = {name: called for name, called in calls.items() if called}
+    found: dict[str, set[str]] = {}
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("transformers.models."):
+            names = inspect.unwrap(type(module).forward).__code__.co_names
+            if called := {*names} & {*_FUNCTIONS}:
+                found[name] = called
     for name, _ in model.named_parameters():
         if name.endswith((*_STATES, *_CONVOLUTIONS)):
             owners = [it for it in found if name.startswith(f"{it}.") and found[it]]
@@ -114,13 +118,6 @@ def mixers(model: nn.Module) -> dict[str, set[str]]:
             if not any(found[it] & {*needed} for it in owners):
                 found |= {it: set() for it in owners or [name.rpartition(".")[0]]}
     return found
-
-
-def _called(module: nn.Module) -> set[str]:
-    """Return the functions of a layer of transformers that we have, too."""
-    if not type(module).__module__.startswith("transformers.models."):
-        return set()
-    return {*inspect.unwrap(type(module).forward).__code__.co_names} & {*_FUNCTIONS}
 
 
 def install(model: Any) -> None:

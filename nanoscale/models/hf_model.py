@@ -361,7 +361,7 @@ def blocks(model: Any) -> dict[str, nn.Module]:
     }
     if not module_lists:
         return {}
-    name, largest = max(module_lists.items(), key=lambda pair: _size(pair[1]))
+    name, largest = max(module_lists.items(), key=lambda pair: count_parameters(pair[1]))
     return {f"{name}.{i}": block for i, block in enumerate(largest)}
 
 
@@ -437,7 +437,7 @@ _COUNT_HEADS = ("deepseek_v4", "doge")
 """Families whose plans divide heads that their code counts, or groups, by the configuration."""
 
 
-def _size(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -112,7 +112,13 @@ class Transformer(nn.Module):
             hidden = scaled(self.embed(inputs), self.shape.embed_scale)
             if self.shape.position == "learned":
                 hidden = hidden + self.positions(positions)
-        rotations = self._rotations(positions, hidden.dtype, length)
+        rotations: Rotations = (None, None)
+        if self.shape.position == "rope":
+            given = self.shape, positions, hidden.dtype, length
+            rotation = local = rope_rotation(*given)
+            if self.shape.rope_theta_local is not None:
+                local = rope_rotation(*given, local=True)
+            rotations = rotation, local
         hidden = self.run_layers(self.layers, hidden, rotations, masks)
         if not self.last:
             return hidden
@@ -141,15 +147,6 @@ class Transformer(nn.Module):
     def initializer(self, seed: int, device: torch.device) -> Draw:
         """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
-
-    def _rotations(self, positions: Tensor, dtype: torch.dtype, length: int) -> Rotations:
-        shape = self.shape
-        if shape.position != "rope":
-            return None, None
-        rotation = rope_rotation(shape, positions, dtype, length)
-        if shape.rope_theta_local is None:
-            return rotation, rotation
-        return rotation, rope_rotation(shape, positions, dtype, length, local=True)
 
     def make_masks(self, inputs: Tensor, length: int, documents: Tensor | None) -> Masks:
         """Return the masks of whole sequences of this length with these ends of documents."""
@@ -200,7 +197,11 @@ class Block(nn.Module):
         self.attention = LatentAttention(shape) if shape.kv_rank else Attention(shape)
         self.attention_post_norm = make_norm(shape) if after else nn.Identity()
         self.mlp_norm = make_norm(shape) if before else nn.Identity()
-        self.mlp = make_mlp(shape)
+        if shape.experts:
+            shared = SwiGLU(shape, shape.shared_ffn) if shape.shared_ffn else None
+            self.mlp: nn.Module = MixtureOfExperts(shape, shared)
+        else:
+            self.mlp = SwiGLU(shape, shape.ffn) if shape.is_gated else GeluMLP(shape)
         self.mlp_post_norm = make_norm(shape) if after else nn.Identity()
 
     def forward(self, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
@@ -340,14 +341,6 @@ class GeluMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(hidden), approximate="tanh"))
-
-
-def make_mlp(shape: Model) -> nn.Module:
-    if shape.experts:
-        return MixtureOfExperts(
-            shape, SwiGLU(shape, shape.shared_ffn) if shape.shared_ffn else None
-        )
-    return SwiGLU(shape, shape.ffn) if shape.is_gated else GeluMLP(shape)
 
 
 def make_norm(shape: Model) -> nn.Module:

@@ -48,4 +48,5 @@ def prepare_blocks(
     activation.apply(model.layers, config.parallel)
     model.run_layers = activation.make_run_layers(config.parallel, model.run_layers)
     compile.apply(model.layers, config)
-    compile.fuse_loss(model, config)
+    if config.backend.compile == "on" and model.last and model.head is not None:
+        model.head.fused = True  # the operations of the loss between its products

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.models.transformer import Transformer
 
 
 def apply(layers: nn.ModuleDict, config: ResolvedConfig) -> None:
@@ -30,9 +29,3 @@ def apply(layers: nn.ModuleDict, config: ResolvedConfig) -> None:
     blocks: list[nn.Module] = list(layers.values())
     for block in blocks:
         block.forward = torch.compile(block.forward)
-
-
-def fuse_loss(model: Transformer, config: ResolvedConfig) -> None:
-    """Compile the operations of the loss between its products."""
-    if config.backend.compile == "on" and model.last and model.head is not None:
-        model.head.fused = True

@@ -31,7 +31,10 @@ class _Bucket:
 
     def send(self, group: dist.ProcessGroup) -> None:
         self.unused = [p for p in self.parameters if p.grad is None]
-        self.flat = torch.cat([_take_gradient(p).flatten() for p in self.parameters])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self.flat = torch.cat([grad.flatten() for grad in grads])
+        for parameter in self.parameters:
+            parameter.grad = None
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def receive(self) -> None:
@@ -90,8 +93,3 @@ def _make_buckets(parameters: list[nn.Parameter]) -> Iterator[_Bucket]:
             bucket, size, limit = _Bucket([]), 0, GRADIENT_BUCKET
     if bucket.parameters:
         yield bucket
-
-
-def _take_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient, parameter.grad = parameter.grad, None
-    return torch.zeros_like(parameter) if gradient is None else gradient

@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
@@ -196,13 +195,8 @@ def _divide_adapter(layer: nn.Module, block: nn.Module, mesh: DeviceMesh) -> Non
     }
     divide(adapter, block, mesh, placements, partial_grad)
     if not columns:
-        adapter.sum_over_ranks = partial(_sum, mesh.get_group())
+        adapter.sum_over_ranks = partial(all_reduce, reduceOp="sum", group=mesh.get_group())
         adapter.adds_bias = mesh.get_local_rank() == 0
-
-
-def _sum(group: ProcessGroup, local: Tensor) -> Tensor:
-    dist.all_reduce(local, group=group)
-    return local
 
 
 def _replicate(norm: nn.Module, unit: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:

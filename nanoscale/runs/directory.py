@@ -282,6 +282,12 @@ def _numbered(name: str, suffix_bytes: int = 0) -> Iterator[str]:
         yield f"{shortened}{end}"
 
 
+def path_of_damaged(path: Path) -> Path:
+    """Return a free name next to `path` for its damaged content."""
+    names = _numbered(f"damaged-{path.name}")
+    return next(free for name in names if not (free := path.with_name(name)).exists())
+
+
 def free_names(root: Path, shared: str, count: int) -> str:
     """Return `shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
     root = _absolute(root)

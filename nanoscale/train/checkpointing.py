@@ -179,7 +179,13 @@ def require_equal_replicas(engine: Engine, step: int) -> None:
     if process_group.world_size() == 1:
         return
     sets: dict[tuple[int, ...], list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, ranks, tensors in _replicated(engine):
+    replicated = [*engine.replicated()]
+    if engine.balance is not None:  # all ranks of a stage have the biases of its routers
+        peers = process_group.world_size() // engine.config.parallel.pp
+        first = engine.coordinates.pp * peers
+        stage, biases = tuple(range(first, first + peers)), engine.balance.state().items()
+        replicated += [(f"balance.{name}", stage, [bias]) for name, bias in biases]
+    for name, ranks, tensors in replicated:
         if len(ranks) > 1:
             sets[ranks] += [(name, part) for tensor in tensors for part in _sums(tensor)]
     assert len(sets) <= _SETS
@@ -200,16 +206,6 @@ def require_equal_replicas(engine: Engine, step: int) -> None:
     if process_group.rank() in wrong:
         raise ReplicaError(text)
     raise LostPeerError(f"a peer was lost: {text}")
-
-
-def _replicated(engine: Engine) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
-    """Yield what `Engine.replicated` does, and the biases of routers, which all ranks of a stage have."""
-    yield from engine.replicated()
-    if engine.balance is not None:
-        peers = process_group.world_size() // engine.config.parallel.pp
-        ranks = tuple(range(engine.coordinates.pp * peers, (engine.coordinates.pp + 1) * peers))
-        for name, bias in engine.balance.state().items():
-            yield f"balance.{name}", ranks, [bias]
 
 
 def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None:

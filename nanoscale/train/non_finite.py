@@ -91,7 +91,9 @@ def find_cause(training: Training, last_step: int) -> tuple[str, list[int]] | No
     since_log = training.config.train.log_every
     while training.progress.step < last_step:
         checks = Checks()
-        damaged_weight = _damaged_weight(training.engine)
+        weights = (it for it in training.engine.state().items() if it[0].startswith("model."))
+        wrong = (name for name, value in weights if not _is_finite(local_tensor(value)))
+        damaged_weight = next(wrong, "").removeprefix("model.")
         if training.progress.step >= last_step - since_log:
             # The insides of compiled blocks cannot be watched.
             with checks.watching(training.engine), torch.compiler.set_stance("force_eager"):
@@ -116,12 +118,3 @@ def find_cause(training: Training, last_step: int) -> tuple[str, list[int]] | No
 def on_ranks(ranks: Sequence[int]) -> str:
     """Return ` on rank 3`; "" for all ranks."""
     return f" on {numbered('rank', ranks)}" if len(ranks) < process_group.world_size() else ""
-
-
-@torch.no_grad()
-def _damaged_weight(engine: Engine) -> str | None:
-    """Return the first of this rank's weights that is not finite."""
-    for name, value in engine.state().items():
-        if name.startswith("model.") and not _is_finite(local_tensor(value)):
-            return name.removeprefix("model.")
-    return None

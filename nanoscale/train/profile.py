@@ -141,14 +141,8 @@ class Recorder:
         if parts is not None:
             lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
             lines += [*table_lines(asdict(parts)), ""]
-        lines += ["the most expensive operations", most_expensive(profiler, self._device)]
+        sort_by = f"self_{'device' if self._device.type == 'cuda' else 'cpu'}_time_total"
+        operations = profiler.key_averages()
+        table = operations.table(sort_by, row_limit=_TABLE_ROWS, max_name_column_width=70)
+        lines += ["the most expensive operations", table]
         (self._folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
-
-
-def most_expensive(profiler: profile, device: torch.device) -> str:
-    """Return a table of the operations that take most of the device's time; on a CPU, of the host's time."""
-    time_of = "device" if device.type == "cuda" else "cpu"
-    table: str = profiler.key_averages().table(
-        sort_by=f"self_{time_of}_time_total", row_limit=_TABLE_ROWS, max_name_column_width=70
-    )
-    return table

@@ -28,6 +28,7 @@ from nanoscale.models import hf_attention
 from nanoscale.models.hf_model import (
     PREFIX,
     build,
+    count_parameters,
     named_tensors,
     require_stages,
     tied_parameters,
@@ -160,9 +161,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             require_stages(model, shape)
         except ValueError as error:
             return {"problem": f"cannot divide this model: {error}", "of": "pp"}
-    count = sum(parameter.numel() for parameter in model.parameters())
     ties = bool(tied_parameters(model))
-    found = {"parameters": count, "tie_embeddings": ties, "kept_tensors": kept}
+    found = {"parameters": count_parameters(model), "tie_embeddings": ties, "kept_tensors": kept}
     return {"problem": problem, "of": "model"} | found
 
 
