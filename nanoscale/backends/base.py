@@ -152,31 +152,23 @@ class Engine(ABC):
     def preferences(self) -> dict[str, float]:
         """Return the share of the samples of answers since the last call with a positive margin, and the mean
         margin; of labels the share that is predicted. With other objectives nothing. Every rank calls it."""
-        if self.config.train.objective == "classify":
-            return self._accuracy()
-        if not is_of_answers(self.config.train):
+        has_classes = self.config.train.objective == "classify"
+        if not has_classes and not is_of_answers(self.config.train):
             return {}
-        objectives = [stage.objective for stage in self.stages.values()]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for objective in objectives:
-            if objective is not None:
-                sums += objective.read().to(self.device)
+        for stage in self.stages.values():
+            if stage.objective is not None:
+                sums += stage.objective.read().to(self.device)
+            elif isinstance(stage, HFModel) and stage.hits is not None:
+                sums[:2], stage.hits = stage.hits, None
         if dist.is_initialized():
-            dist.all_reduce(sums)  # ranks of tp and cp have the same answers, all equally often
-        samples, preferred, margins = sums.tolist()
+            dist.all_reduce(sums)  # ranks of tp and cp have the same samples, all equally often
+        samples, right, margins = sums.tolist()
         if not samples:
             return {}
-        return {"preferred": preferred / samples, "margin": margins / samples}
-
-    def _accuracy(self) -> dict[str, float]:
-        (model,) = self.stages.values()
-        assert isinstance(model, HFModel), "the rules require it"
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        sums, model.hits = (sums if model.hits is None else model.hits), None
-        if dist.is_initialized():
-            dist.all_reduce(sums)  # ranks of tp have the same rows, all equally often
-        rows, hits = sums.tolist()
-        return {"accuracy": hits / rows} if rows else {}
+        if has_classes:
+            return {"accuracy": right / samples}
+        return {"preferred": right / samples, "margin": margins / samples}
 
     def _small_state(self) -> dict[str, Tensor]:
         """Return the state in addition to parameters and moments."""
@@ -192,11 +184,6 @@ class Engine(ABC):
             if stage.shape.source == "hf"
             for name, value in saved_buffers(stage)
         }
-
-    @property
-    def scale_is_exhausted(self) -> bool:
-        """True if a smaller loss scale no longer prevents overflows."""
-        return self.scaling is not None and self.scaling.exhausted
 
     @abstractmethod
     def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import parallelize
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 from nanoscale.parallel.mesh import Layout
-from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
+from nanoscale.parallel.pipeline import Pipeline, stages_of
 
 
 def build_stages(
@@ -57,17 +57,6 @@ def fill_initial(stage: Transformer, config: ResolvedConfig, device: torch.devic
         lora.fill_magnitudes(dict(stage.named_parameters()))
 
 
-def make_masters(
-    stages: dict[int, Transformer], config: ResolvedConfig, layout: Layout
-) -> MasterWeights | None:
-    """Create master weights in a single process, in which FSDP2 does not cast the weights."""
-    precision = config.precision
-    if layout.data is not None or precision.compute == precision.params:
-        return None
-    (model,) = stages.values()
-    return MasterWeights(model.named_parameters(), TORCH_DTYPES[precision.compute])
-
-
 def make_pipeline(
     stages: dict[int, Transformer],
     config: ResolvedConfig,
@@ -78,15 +67,9 @@ def make_pipeline(
     """Create the pipeline of stages; None without one."""
     if layout.pipeline is None:
         return None
-    parallel, train = config.parallel, config.train
-    shards = next(iter(stages.values())).sequence_shards
-    seq = train.seq_len // parallel.cp // shards
-    boundary = Boundary(
-        (train.micro_batch, seq, config.model.hidden),
-        TORCH_DTYPES[config.precision.compute],
-        device,
-    )
-    return Pipeline(stages, parallel, layout.pipeline, boundary, loss)
+    dtype = TORCH_DTYPES[config.precision.compute]
+    stream = torch.empty(0, config.model.hidden, dtype=dtype, device=device)
+    return Pipeline(stages, config.parallel, layout.pipeline, stream, loss)
 
 
 class MasterWeights:

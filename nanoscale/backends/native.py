@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from nanoscale.backends.base import StepResult
 from nanoscale.backends.native_state import NativeState
 from nanoscale.backends.qk_clip import QKClip
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
+from nanoscale.config.optimizers import AVERAGE, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import Batch
@@ -34,7 +33,11 @@ class NativeEngine(NativeState):
         self.coordinates = layout.coordinates
         self.stages = construction.build_stages(config, layout, device)
         # Masters come before the reducer and the optimizer, which work on them in place of the parameters.
-        self.masters = construction.make_masters(self.stages, config, layout)
+        self.masters, precision = None, config.precision
+        if layout.data is None and precision.compute != precision.params:  # FSDP2 casts otherwise
+            (model,) = self.stages.values()
+            compute_dtype = fsdp.TORCH_DTYPES[precision.compute]
+            self.masters = construction.MasterWeights(model.named_parameters(), compute_dtype)
         self.balance = self._make_balance()
         if config.optimizer.qk_clip is not None:
             stages = list(self.stages.values())
@@ -105,8 +108,7 @@ class NativeEngine(NativeState):
                 self.qk_clip.end_step(self._copies(), found_inf)
             if self.config.optimizer.ema_decay is not None:
                 update_averages(self.optimizer, self.config.optimizer.ema_decay)
-            if self.masters is not None:
-                self.masters.update_compute_copy()
+            self._update_compute_copy()
         elif self.qk_clip is not None:  # a skipped step has scores that are not finite
             self.qk_clip.end_step([])
         self._fill_state()  # of a skipped step
@@ -188,12 +190,6 @@ class NativeEngine(NativeState):
     def _after_forward(self) -> None:
         for stage in self.stages.values():
             fsdp.reshard(stage)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        # After a skipped step the last checkpoint may not be copied yet.
-        for hook in self._hooks if keeps_average(self.config.optimizer) else ():
-            hook()
-        return self._averaged()
 
     def before_update(self, hook: Callable[[], None]) -> None:
         self._hooks.append(hook)

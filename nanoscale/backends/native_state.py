@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -36,6 +36,8 @@ class NativeState(Engine):
     trained: list[tuple[str, nn.Parameter]]
     masters: MasterWeights | None
     optimizer: torch.optim.Optimizer
+    _hooks: list[Callable[[], None]]
+    """The functions that are called before an update."""
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """List the parameters that this rank trains, by names in the whole model."""
@@ -75,10 +77,12 @@ class NativeState(Engine):
         self._update_compute_copy()
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:
         if not keeps_average(self.config.optimizer):
             yield
             return
+        for hook in self._hooks:  # after a skipped step the last checkpoint may not be copied yet
+            hook()
         states = self.optimizer.state
         trained = {parameter: parameter.detach().clone() for parameter in states}
         self._set_weights({parameter: state[AVERAGE] for parameter, state in states.items()})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,16 +53,6 @@ Loss = Callable[[Tensor], Tensor]
 """A function from the sum of the losses of a micro batch to the loss of the backward pass."""
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """The tensor that a stage sends to the next one for one micro batch."""
-
-    shape: tuple[int, int, int]
-    """`[batch, seq, hidden]` of this rank."""
-    dtype: torch.dtype
-    device: torch.device
-
-
 def stages_of(parallel: ResolvedParallel, rank: int) -> list[int]:
     """Return the stages of a pipeline rank, in the order in which tokens pass through them."""
     return config_layout.stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
@@ -77,14 +66,15 @@ class Pipeline:
         stages_by_number: dict[int, Transformer],
         parallel: ResolvedParallel,
         group: ProcessGroup,
-        boundary: Boundary,
+        stream: Tensor,
         loss: Loss,
     ) -> None:
-        """Create the pipeline of the rank's stages by number."""
+        """Create the pipeline of the rank's stages by number; `stream` is an empty part of what they send, `[0,
+        hidden]`."""
         self._stages = stages_by_number
         self._parallel = parallel
         self._group = group
-        self._boundary = boundary
+        self._stream = stream
         self._has_last = any(stage.last for stage in stages_by_number.values())
         self._loss = lambda loss_sum, _targets: loss(loss_sum)
         self._schedules: dict[tuple[int, ...], Any] = {}
@@ -103,8 +93,7 @@ class Pipeline:
         rows, seq = inputs.shape[0] // accumulation, inputs.shape[1] // shards
         key = (accumulation, rows, seq)
         if key not in self._schedules:
-            self._boundary = replace(self._boundary, shape=(rows, seq, self._boundary.shape[2]))
-            self._schedules[key] = self._make_schedule(accumulation, self._loss)
+            self._schedules[key] = self._make_schedule(accumulation, rows, seq)
         schedule = self._schedules[key]
         first_stage_inputs = [inputs] if 0 in self._stages else []
         target = targets if self._has_last else None
@@ -127,20 +116,18 @@ class Pipeline:
         return hidden if self._has_last else None
 
     def _receive(self, stage: int, tokens: Tensor) -> Tensor:
-        _, _, width = self._boundary.shape
         seq = tokens.shape[1] // next(iter(self._stages.values())).sequence_shards
-        shape = (tokens.shape[0], seq, width)
-        hidden = torch.empty(shape, dtype=self._boundary.dtype, device=self._boundary.device)
+        hidden = self._stream.new_empty(tokens.shape[0], seq, self._stream.shape[1])
         dist.recv(hidden, group=self._group, group_src=self._peer(stage))
         return hidden
 
     def _peer(self, stage: int) -> int:
         return config_layout.rank_of(self._parallel.schedule, self._parallel.pp, stage)
 
-    def _make_schedule(self, accumulation: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        name = self._parallel.schedule
+    def _make_schedule(self, accumulation: int, rows: int, seq: int) -> Any:
+        name, loss = self._parallel.schedule, self._loss
         _require_torch(name)
-        pipeline_stages = [self._make_stage(number) for number in sorted(self._stages)]
+        pipeline_stages = [self._make_stage(number, rows, seq) for number in sorted(self._stages)]
         if name in SINGLE:
             return SINGLE[name](pipeline_stages[0], accumulation, loss, scale_grads=False)
         schedule = MULTI[name](pipeline_stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
@@ -148,20 +135,16 @@ class Pipeline:
             stage.arrived = arrived_gradients(schedule.pipeline_order, stage.stage_index)
         return schedule
 
-    def _make_stage(self, number: int) -> _Stage:
-        stage = self._stages[number]
-        hidden = torch.empty(
-            self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
-        )
-        loss = torch.empty(
-            (), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta"
-        )
+    def _make_stage(self, number: int, rows: int, seq: int) -> _Stage:
+        stage, stream = self._stages[number], self._stream.to("meta")
+        hidden = stream.new_empty(rows, seq, stream.shape[1]).requires_grad_()
+        loss = stream.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         # The shape of the first stage's input is not needed: it is not sent.
         return _Stage(
             stage,
             number,
             self._parallel.pp * self._parallel.virtual_stages,
-            self._boundary.device,
+            self._stream.device,
             input_args=torch.empty(0, dtype=torch.long, device="meta") if stage.first else hidden,
             output_args=loss if stage.last else hidden,
             group=self._group,

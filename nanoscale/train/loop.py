@@ -250,7 +250,8 @@ class Training:
 
     def require_finite_gradients(self, result: StepResult) -> None:
         """Raise a NonFiniteError, unless the step was skipped because of the loss scale."""
-        if not result.skipped or self.engine.scaling is None or self.engine.scale_is_exhausted:
+        scaling = self.engine.scaling
+        if not result.skipped or scaling is None or scaling.exhausted:
             require_finite(self.progress.step, grad_norm=result.grad_norm.item())
 
     def save(self, *, waits: bool, by_time: bool = False) -> None:

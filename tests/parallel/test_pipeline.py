@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 from nanoscale.common.errors import UserError
 from nanoscale.config import layout
-from nanoscale.parallel.pipeline import MULTI, SINGLE, Boundary, Pipeline, _require_torch
+from nanoscale.parallel.pipeline import MULTI, SINGLE, Pipeline, _require_torch
 from tests.support.ranks import run_ranks
 
 BOUNDARY = (1, 3, 7)
@@ -61,12 +61,12 @@ def most_between_stages(rank: int, schedule: str, micro_batches: tuple[int, ...]
     dist.init_process_group("gloo")
     virtual = layout.usual_virtual_stages(schedule)
     parallel: Any = SimpleNamespace(schedule=schedule, pp=2, virtual_stages=virtual)
-    boundary = Boundary(BOUNDARY, torch.float32, torch.device("cpu"))
+    stream = torch.empty(0, BOUNDARY[2])
     numbers = layout.stages_of(schedule, 2, virtual, rank)
     result = []
     for count in micro_batches:
         stages: Any = {number: _Linear(number, 2 * virtual) for number in numbers}
-        pipeline = Pipeline(stages, parallel, dist.group.WORLD, boundary, lambda loss: loss / 3)
+        pipeline = Pipeline(stages, parallel, dist.group.WORLD, stream, lambda loss: loss / 3)
         tokens = torch.zeros(count, BOUNDARY[1], dtype=torch.long)
         for _ in range(2):
             pipeline.step(tokens, tokens, None, None, count)

@@ -137,11 +137,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         if problem is None and request["folder"] is not None:
             folder = Path(request["folder"])
             used = find(folder, model)
-            kept = (
-                count_kept(folder, (it for tensor in used.values() for it in tensor.sources))
-                if objective == "next-token"
-                else 0
-            )
+            if objective == "next-token":
+                kept = count_kept(folder, (it for each in used.values() for it in each.sources))
     except BadFileError as error:
         return {"problem": str(error), "of": "files"}
     # errors of transformers, of the model's own code, or of a missing package
@@ -149,18 +146,17 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         reason = " ".join(str(error).split()) or type(error).__name__
         why = f"transformers cannot build it: {reason[:_MESSAGE_CHARACTERS]}"
         return {"problem": why, "of": "model"}
-    if request["tp"] > 1 and problem is None:
-        try:
+    of = "tp"
+    try:
+        if request["tp"] > 1 and problem is None:
             tp_styles(model, request["tp"])
-        except ValueError as error:
-            return {"problem": f"cannot divide this model: {error}", "of": "tp"}
-    if request["attention"] and problem is None and (why := hf_attention.problem(model)):
-        return {"problem": f"needs our attention, and {why}", "of": "attention"}
-    if request["stages"] > 1 and problem is None:
-        try:
+        if request["attention"] and problem is None and (why := hf_attention.problem(model)):
+            return {"problem": f"needs our attention, and {why}", "of": "attention"}
+        of = "pp"
+        if request["stages"] > 1 and problem is None:
             require_stages(model, shape)
-        except ValueError as error:
-            return {"problem": f"cannot divide this model: {error}", "of": "pp"}
+    except ValueError as error:
+        return {"problem": f"cannot divide this model: {error}", "of": of}
     ties = bool(tied_parameters(model))
     found = {"parameters": count_parameters(model), "tie_embeddings": ties, "kept_tensors": kept}
     return {"problem": problem, "of": "model"} | found
