@@ -35,7 +35,7 @@ class LocalAdamW(AdamW):
 
 
 class OwnOptimizer(Optimizer):
-    """An optimizer with an update of our own; its settings are those of groups that have no others."""
+    """An optimizer with an update of our own; a group without a setting has the optimizer's."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **settings})
