@@ -154,10 +154,6 @@ def main(folder: Path) -> None:
     Ranks(folder, task, load(folder / "config.yaml")).run()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-
-
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -228,3 +224,7 @@ def _guard(error: Exception) -> str:
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
     at = next((number for number, line in enumerate(lines) if "triggered by" in line), 0)
     return lines[min(at + 1, len(lines) - 1)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -301,8 +301,8 @@ LACKING = (
     LOSS
     + """
 from nanoscale.backends.native import NativeEngine
-def state(self, real=NativeEngine.state):
-    tensors = real(self)
+def state(self, real=NativeEngine.state, **options):
+    tensors = real(self, **options)
     return {name: tensor for name, tensor in tensors.items() if "exp_avg_sq" not in name}
 NativeEngine.state = state
 """

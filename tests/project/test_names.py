@@ -13,7 +13,6 @@ SAME_THING = {
     "bench",
     "collectives",
     "data",
-    "deepspeed",
     "devices",
     "layout",
     "main",

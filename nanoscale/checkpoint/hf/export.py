@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import Merged, is_adapted, require_base_of
-from nanoscale.checkpoint.hf.base import Base, open_base
+from nanoscale.checkpoint.hf.base_folder import Base, open_base
 from nanoscale.checkpoint.hf.conversions import RecordedTensor, box_slices, reverted
 from nanoscale.checkpoint.hf.load_any_model import find
 from nanoscale.checkpoint.hf.names import (
