@@ -10,6 +10,16 @@ ATTENTION = ("wq", "wk", "wv", "wo")
 FEED_FORWARD = ("gate", "up", "down")
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names of the number of experts in config.json."""
+
+
+def experts(model: Model) -> int:
+    """Return the number of experts of a block, also of transformers' models; 0: there are none."""
+    numbers = map(model.hf_config.get, EXPERTS)
+    return model.experts or next((it for it in numbers if type(it) is int), 0)
+
+
 def parameters(model: Model) -> int:
     """Count all parameters; an embedding that the head shares counts once. For code that is not nanoscale's,
     return the known count."""

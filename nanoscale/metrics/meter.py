@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from nanoscale.config.hardware.data_sheets import peak_of
-from nanoscale.config.hf.any_model import has_experts
-from nanoscale.config.model_math import trained_flops_per_token
+from nanoscale.config.model_math import experts, trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.token_files import row_tokens
 from nanoscale.config.training_phases import phase_at, phases_of
@@ -69,7 +68,7 @@ class Meter:
         self._row_tokens = row_tokens(config) or config.train.seq_len
         self._recomputed = recomputed
         # The active experts of a model=hf are not known.
-        is_known = not has_experts(config.model.hf_config)
+        is_known = not experts(config.model)
         self._train, self._flops_per_token = config.train, {}
         for length in {phase.seq_len for phase in phases_of(config.train)} if is_known else ():
             rows = replace(config, train=replace(config.train, seq_len=length))

@@ -382,6 +382,22 @@ def require_stages(model: Any, shape: Model) -> None:
     hf_stage.ends_of(partial(build, shape), blocks)
 
 
+def expert_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that hold matrices of all experts of a block, and call them by number, with the
+    copies of a divided block."""
+    every = dict.fromkeys([*model.modules(), *getattr(model, "copied_modules", ())])
+    return [module for module in every if hasattr(module, "_is_expert_parallel")]
+
+
+def require_experts(model: Any, ep: int) -> None:
+    """Raise ValueError if the experts of a model cannot be divided by their number."""
+    found = expert_modules(model)
+    if not found:
+        raise ValueError("its experts are not matrices of all experts")
+    if others := {it.num_experts for it in found if it.num_experts % ep}:
+        raise ValueError(f"{ep} ranks do not divide {min(others)} experts")
+
+
 _TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The divisions of layers, in transformers' plans of tensor parallelism, that are applied."""
 _WHOLE = (

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -37,14 +37,10 @@ from torch.utils.checkpoint import (
 )
 
 from nanoscale.config.schema import Parallel
-from nanoscale.models.moe import (
-    MixtureOfExperts,
-    choose_experts,
-    multiply_by_expert,
-    multiply_router,
-)
+from nanoscale.models.hf_model import expert_modules
+from nanoscale.models.moe import choose_experts, multiply_by_expert, multiply_router
 from nanoscale.models.transformer import Masks, Rotations, RunLayers
-from nanoscale.parallel.expert import exchange_counts
+from nanoscale.parallel.expert import exchange_counts, experts_of
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -52,6 +48,9 @@ _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
     """Let the blocks of a model, in place, recompute activations that the mode does not keep."""
     blocks: list[nn.Module] = list(layers.values())[:: parallel.checkpoint_every]
+    if parallel.activation_checkpointing != "none":
+        for experts in chain.from_iterable(map(expert_modules, blocks)):
+            experts.register_forward_pre_hook(_keep_choices)
     if parallel.activation_checkpointing == "full":
         for block in blocks:
             block.forward = partial(_recompute_all, [block], block.forward)
@@ -62,11 +61,27 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
             block.forward = partial(_recompute, block.forward, context_fn=contexts)
 
 
+@torch.library.custom_op("nanoscale::keep_choices", mutates_args=())
+def keep_choices(chosen: Tensor) -> Tensor:
+    """Return the choices of experts of a router of transformers, which recomputation must not make again."""
+    return chosen.clone()
+
+
+@keep_choices.register_fake
+def _(chosen: Tensor) -> Tensor:
+    return torch.empty_like(chosen)
+
+
+def _keep_choices(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    tokens, chosen, weights = inputs
+    return tokens, keep_choices(chosen), weights
+
+
 def _recompute_all(
     blocks: Sequence[nn.Module], run: Callable[..., Tensor], *inputs: Any, **options: Any
 ) -> Tensor:
     """Recompute blocks, except the choices of experts."""
-    if any(isinstance(getattr(block, "mlp", None), MixtureOfExperts) for block in blocks):
+    if any(map(experts_of, blocks)):
         compiles = torch.compiler.is_compiling()
         options["context_fn"] = (
             partial(device_contexts, "nothing") if compiles else _routing_contexts
@@ -146,7 +161,9 @@ COLLECTIVES = {
     for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 }
 # Recomputed scores of experts differ in their last bits, which could decide a near tie differently.
-ROUTING = {it._opoverload for it in (multiply_router, choose_experts, exchange_counts)}
+ROUTING = {
+    it._opoverload for it in (multiply_router, choose_experts, keep_choices, exchange_counts)
+}
 _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 _SELECTION_NAMES = {
     "attention": "attention",

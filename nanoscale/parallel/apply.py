@@ -25,7 +25,9 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
     if layout.tensor is not None and parallel.tp_overlap:
         fuse_with_products(layout.tensor)
     # The step before leaves MoE blocks whole. Their experts are divided over ep and tp at once.
-    if config.model.experts:
+    if layout.experts is not None and isinstance(model, HFModel):
+        expert.apply_to_foreign(model, parallel.ep, layout.experts)
+    elif config.model.experts:
         expert.apply(model, config.parallel, layout.tensor, layout.experts)
     # Adapters are attached to divided matrices, and then divided as these are.
     if config.lora.rank:

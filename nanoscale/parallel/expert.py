@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.attention import Mask
+from nanoscale.models.hf_model import HFModel, expert_modules
 from nanoscale.models.moe import ExpertPairs, Experts, MixtureOfExperts, count, spread, sum_rows
 from nanoscale.models.rope import Rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
@@ -69,6 +70,48 @@ def apply(
                     stream.wrap(moe.shared)
         assert isinstance(layer, Block)
         _divide_experts(moe.experts, layer, of_experts, experts, mean)
+
+
+def apply_to_foreign(model: HFModel, ep: int, layout: ExpertLayout) -> None:
+    """Divide the experts of a stage of transformers' model by their number, on the meta device, in place."""
+    for block in model.layers.values():
+        for experts in expert_modules(block):
+            experts.num_experts = count = experts.num_experts // ep
+            whole = dict.fromkeys(experts._parameters, Shard(0))
+            divide(experts, block, layout.expert_mesh, whole, partial(_own, 1 / ep))
+            exchange = Exchange(layout.group, count, partial(_run_foreign, experts.forward, count))
+            experts.forward = partial(_exchange_foreign, exchange)
+
+
+def experts_of(block: nn.Module) -> list[nn.Module]:
+    """Return the modules of a block that hold experts: ours, or modules of transformers' model."""
+    moe = getattr(block, "mlp", None)
+    if isinstance(moe, MixtureOfExperts):
+        return [moe.experts]
+    return expert_modules(block)
+
+
+def _exchange_foreign(
+    exchange: Exchange, tokens: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    # The numbers of experts travel with the weights, and bf16 would round them.
+    exact = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return exchange(tokens, exact, chosen)
+
+
+def _run_foreign(
+    forward: Callable[..., Tensor],
+    count: int,
+    tokens: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    n: int,
+) -> Tensor:
+    """Run experts as if each of `n` pairs of a token and an expert of this rank were a token."""
+    pairs = ExpertPairs.of_choices(chosen, count, n)
+    numbers, scales = (it.flatten()[pairs.slots].unsqueeze(1) for it in (chosen, weights))
+    outputs = forward(spread(tokens, pairs), numbers, scales.to(tokens.dtype))
+    return sum_rows(outputs, pairs)
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:

@@ -40,9 +40,8 @@ from nanoscale.config.layout import keeps_frozen_whole
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision
 from nanoscale.models.lora import frozen_matrices
-from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel.expert import shard_dimension
+from nanoscale.parallel.expert import experts_of, shard_dimension
 from nanoscale.parallel.mesh import ExpertLayout
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -161,14 +160,15 @@ def _expert_placement(
     Raises:
         UserError: this torch is too old for ep.
     """
-    moe = getattr(block, "mlp", None)
-    if not isinstance(moe, MixtureOfExperts):
+    modules = experts_of(block)
+    if not modules:
         return None
     sharding_mesh = mesh if layout is None else layout.data
     ranks = sharding_mesh.size(sharding_mesh.ndim - 1)
     placements = {
         parameter: Shard(shard_dimension(name, parameter, ranks))
-        for name, parameter in moe.experts.named_parameters()
+        for experts in modules
+        for name, parameter in experts.named_parameters()
     }
     if layout is None:
         return placements.get

@@ -125,7 +125,7 @@ def asked(*, folder: str | None = "small", tp: int = 1, **keys: Any) -> dict[str
     """Return the judgement of a folder, with some keys of its config.json replaced."""
     document = json.loads(Path("small/config.json").read_text()) | keys
     shape = asdict(hf_models.shape_of(Path("small"))) | {"hf_config": document}
-    return judge({"model": shape, "folder": folder, "tp": tp, "attention": "", "stages": 1})
+    return judge({"model": shape, "folder": folder, "tp": tp, "attention": "", "pp": 1, "ep": 1})
 
 
 def test_transformers_is_asked(folder: Path) -> None:

@@ -194,7 +194,8 @@ def test_only_a_head_may_be_missing(tmp_path: Path, family: str, kind: str) -> N
         "folder": str(tmp_path / "model"),
         "tp": 1,
         "attention": "",
-        "stages": 1,
+        "pp": 1,
+        "ep": 1,
     }
     assert judge(question)["problem"] is None
     config = replace(job(tmp_path, shape, dp=2, stage=3), checkpoint=Checkpoint(every=1))
@@ -237,7 +238,8 @@ def test_a_decoder_without_padding_is_refused(tmp_path: Path) -> None:
             "folder": None,
             "tp": 1,
             "attention": "",
-            "stages": 1,
+            "pp": 1,
+            "ep": 1,
         }
     )
     assert "model.hf_config.pad_token_id=0" in answer["problem"]

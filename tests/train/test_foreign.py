@@ -258,6 +258,32 @@ def test_axes_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "bound"),
+    [("mixtral", "fp64"), exhaustive("gpt_oss", "fp64"), exhaustive("glm4_moe", "fp32")],
+)
+def test_ranks_with_other_experts_train_the_same_model(
+    tmp_path: Path, family: str, bound: str
+) -> None:
+    """Experts, also with biases, or behind a dense block with a router in fp32; beside every other axis."""
+    write_documents(tmp_path)
+    hf_models.save(family, tmp_path / family, num_hidden_layers=4)
+    more = {"model": hf_models.shape_of(tmp_path / family), "data": packed_data(tmp_path)}
+    (expected,) = run_ranks(curves_of, 1, [make_config(tmp_path, **more)])[0]
+    rows: list[tuple[int, int, int, dict[str, Any]]] = [
+        (2, 0, 2, {"ep": 2}),
+        (2, 3, 2, {"ep": 2, "activation_checkpointing": "full"}),
+        (4, 3, 4, {"ep": 2, "dp_replicate": 2}),
+        (4, 2, 2, {"ep": 2, "cp": 2}),
+        (4, 1, 2, {"ep": 2, "pp": 2}),
+    ]
+    for ranks, stage, dp, parallel in rows:
+        config = make_config(tmp_path, dp=dp, stage=stage, parallel=parallel, **more)
+        (found,) = run_ranks(curves_of, ranks, [config])[0]
+        assert_equal_curves(found, expected, bound)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "schedule-free"])
 def test_other_optimizers_are_equal_in_every_layout(name: Any, tmp_path: Path) -> None:
     write_tokens(tmp_path)
@@ -328,7 +354,7 @@ def test_the_part_for_texts_of_a_wrapper_is_read_and_exported(tmp_path: Path, fa
     theirs = save_wrapper(family, base)
     shape = hf_models.shape_of(base)
     answer = judge(
-        {"model": asdict(shape), "folder": str(base), "tp": 1, "attention": False, "stages": 1}
+        {"model": asdict(shape), "folder": str(base), "attention": "", "tp": 1, "pp": 1, "ep": 1}
     )
     assert answer["problem"] is None
     model = HFModel(replace(shape, kept_tensors=answer["kept_tensors"]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from nanoscale.models.hf_model import (
     build,
     count_parameters,
     named_tensors,
+    require_experts,
     require_stages,
     tied_parameters,
     tp_styles,
@@ -146,17 +148,19 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         reason = " ".join(str(error).split()) or type(error).__name__
         why = f"transformers cannot build it: {reason[:_MESSAGE_CHARACTERS]}"
         return {"problem": why, "of": "model"}
-    of = "tp"
-    try:
-        if request["tp"] > 1 and problem is None:
-            tp_styles(model, request["tp"])
-        if request["attention"] and problem is None and (why := hf_attention.problem(model)):
-            return {"problem": f"needs our attention, and {why}", "of": "attention"}
-        of = "pp"
-        if request["stages"] > 1 and problem is None:
-            require_stages(model, shape)
-    except ValueError as error:
-        return {"problem": f"cannot divide this model: {error}", "of": of}
+    if request["attention"] and problem is None and (why := hf_attention.problem(model)):
+        return {"problem": f"needs our attention, and {why}", "of": "attention"}
+    checks: dict[str, Callable[[int], object]] = {
+        "tp": lambda tp: tp_styles(model, tp),
+        "pp": lambda _: require_stages(model, shape),
+        "ep": lambda ep: require_experts(model, ep),
+    }
+    for axis, check in checks.items():
+        try:
+            if request[axis] > 1 and problem is None:
+                check(request[axis])
+        except ValueError as error:
+            return {"problem": f"cannot divide this model: {error}", "of": axis}
     ties = bool(tied_parameters(model))
     found = {"parameters": count_parameters(model), "tie_embeddings": ties, "kept_tensors": kept}
     return {"problem": problem, "of": "model"} | found

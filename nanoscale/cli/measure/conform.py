@@ -98,10 +98,10 @@ def _card(line: CommandLine, name: str) -> dict[str, Any]:
         UserError: there is no such type or folder, or an override is wrong.
     """
     from nanoscale.common.versions import versions
-    from nanoscale.config.hf.any_model import has_experts
     from nanoscale.config.hf.families import UnsupportedError
     from nanoscale.config.hf.pretrained import NoSuchModelError, locate
     from nanoscale.config.hf.text_part import read_config
+    from nanoscale.config.model_math import experts
     from nanoscale.config.translation.miniature import miniature
     from nanoscale.launch.lifecycle.small_job import card
     from nanoscale.launch.preflight.by_library import save_small_model
@@ -123,7 +123,7 @@ def _card(line: CommandLine, name: str) -> dict[str, Any]:
         first = (*_MODEL, f"data.path={tokens}", f"model.name={folder}")
         base = _request(line, *first).config.model
         rows: dict[str, ResolvedConfig] = {}
-        refused = {} if has_experts(base.hf_config) else {"ep": "the model has no experts"}
+        refused = {} if experts(base) else {"ep": "the model has no experts"}
         for row in _ROWS.keys() - refused:
             try:
                 config = _request(line, *first, last=_ROWS[row]).config

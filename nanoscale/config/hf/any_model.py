@@ -34,8 +34,6 @@ SIZES = {
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
 }
 """Our keys, and their names in config.json."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The names of the number of experts in config.json."""
 _OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters",
     "kept_tensors")  # fmt: skip
 """Keys of the model that have a meaning here."""
@@ -86,11 +84,6 @@ def sizes(document: Json) -> Json:
     if isinstance(document.get("tie_word_embeddings"), bool):
         values["tie_embeddings"] = document["tie_word_embeddings"]
     return values
-
-
-def has_experts(document: Json) -> bool:
-    """True if tokens pass through only a part of the parameters."""
-    return any(document.get(name) for name in EXPERTS)
 
 
 def _shape_keys() -> list[str]:

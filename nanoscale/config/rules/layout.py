@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from nanoscale.common.units import counted, listed
 from nanoscale.config.layout import SPLIT_BACKWARD
+from nanoscale.config.model_math import experts
 from nanoscale.config.objectives import is_of_answers
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Model
@@ -19,6 +20,7 @@ _PADDING = 128
 
 _BLOCKS = ("model.heads", "model.kv_heads", "model.ffn", "model.shared_ffn", "model.dense_ffn")
 """The sizes of a block that tp divides; the width of experts unless they are whole on a rank."""
+_MIXTURE = ("model.experts", "model.hf_config")
 _OVER_TP = ("parallel.ep_over_tp", "model.experts")
 
 
@@ -146,9 +148,13 @@ def expert_ranks(config: Config) -> int:
     return ranks * layout.tp // layout.expert_tp
 
 
+def _has_experts(config: Config) -> bool:
+    return config.parallel.ep == 1 or experts(config.model) > 0
+
+
 def _divides_experts(config: Config) -> bool:
-    ep, experts = config.parallel.ep, config.model.experts
-    return experts == 0 or (experts % ep == 0 and expert_ranks(config) % ep == 0)
+    ep, number = config.parallel.ep, experts(config.model)
+    return number == 0 or (number % ep == 0 and expert_ranks(config) % ep == 0)
 
 
 def _fills_tp(config: Config) -> bool:
@@ -157,8 +163,9 @@ def _fills_tp(config: Config) -> bool:
 
 
 def _undivided_experts(config: Config) -> str:
-    ep, ranks, experts = config.parallel.ep, expert_ranks(config), config.model.experts
-    broken = [f"model.experts={experts}"] if experts % ep else []
+    ep, ranks, number = config.parallel.ep, expert_ranks(config), experts(config.model)
+    own = "model.experts={}" if config.model.experts else "the model's {} experts"
+    broken = [own.format(number)] if number % ep else []
     if ranks % ep:
         times_tp = "·tp" if config.parallel.ep_over_tp else ""
         broken.append(
@@ -227,10 +234,12 @@ RULES = (
             *("train.seq_len", "model.source", "model.dense_layers", *_BLOCKS, *_OVER_TP),
         ), lambda config: config.train.seq_len % sequence_step(config) == 0, _undivided_sequence,
         ("train.seq_len", "parallel.sequence_parallel=false")),
+    Rule("parallel.ep", ("parallel.ep", *_MIXTURE), _has_experts,
+        "divides experts, and this model has none (model.experts=0)", ("parallel.ep=1",)),
     Rule("parallel.ep",
         (
             *("parallel.ep", "parallel.dp", "parallel.dp_replicate", "parallel.cp", "parallel.tp"),
-            *_OVER_TP,
+            *_MIXTURE, *_OVER_TP,
         ),
         _divides_experts, _undivided_experts, ("parallel.ep", "parallel.dp")),
     Rule("parallel.ep", ("parallel.ep", "parallel.ep_over_tp", "parallel.tp"), _fills_tp,

@@ -18,7 +18,6 @@ OF_LAYOUT = (
         {"parallel.tp": several, "parallel.sequence_parallel": True, "backend.compile": ("auto", "on"),
          "precision.fp8": False}),
     only_with("parallel.cp_method", {"parallel.cp": several}),
-    *of_kind("config", only_with("parallel.ep", _ROUTED)),
     only_with("parallel.ep_over_tp",
         {"parallel.tp": several, "parallel.ep": several, "parallel.sequence_parallel": True}),
     only_with("zero.prefetch", {"zero.stage": 3, "parallel.pp": 1}),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import Violation
-from nanoscale.config.hf.any_model import EXPERTS, SIZES, sizes
+from nanoscale.config.hf.any_model import SIZES, sizes
+from nanoscale.config.model_math import EXPERTS
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig, ResolvedParallel

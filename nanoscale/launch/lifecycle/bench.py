@@ -19,8 +19,12 @@ from nanoscale.common.errors import UserError
 from nanoscale.common.json_text import parse
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import kind, peak_of, usual_mfu
-from nanoscale.config.hf.any_model import has_experts
-from nanoscale.config.model_math import parameters, recomputed_factor, trained_flops_per_token
+from nanoscale.config.model_math import (
+    experts,
+    parameters,
+    recomputed_factor,
+    trained_flops_per_token,
+)
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.runs import fence, metrics
@@ -130,7 +134,7 @@ def _utilization(
     """Return the utilization of the device: of its peak, and of its measured rate of large products."""
     name = None if measured["device"] == "cpu" else measured["device"]
     peak, rate = peak_of(config, name), measured["matmul_flops"]
-    is_known = not has_experts(config.model.hf_config)
+    is_known = not experts(config.model)
     flops = speed_per_device * trained_flops_per_token(config) if is_known else None
     recomputed = recomputed_factor(config, plan)
 

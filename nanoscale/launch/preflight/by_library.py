@@ -128,7 +128,7 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
     if isinstance(answer, str):
         answer = {"problem": answer, "of": "model"}
     if answer["problem"] is not None:
-        if answer["of"] in ("tp", "pp"):
+        if answer["of"] in ("tp", "pp", "ep"):
             key = f"parallel.{answer['of']}"
             composed.refuse(key, answer["problem"], f"{key}=1")
         if answer["of"] == "attention":
@@ -152,8 +152,8 @@ def hf_question(config: ResolvedConfig, folder: str | None) -> dict[str, Any]:
         "data.document_mask": config.data.document_mask,
     }
     needs_ours = next((key for key, is_set in divided.items() if is_set), "")
-    question = {"model": asdict(config.model), "folder": folder, "tp": config.parallel.tp}
-    return question | {"attention": needs_ours, "stages": config.parallel.pp}
+    question = {"model": asdict(config.model), "folder": folder, "attention": needs_ours}
+    return question | {axis: getattr(config.parallel, axis) for axis in ("tp", "pp", "ep")}
 
 
 def save_small_model(family: str, document: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
