@@ -122,7 +122,7 @@ class Engine(ABC):
             load_any_model.load(folder, self.config.model, state)
         else:
             load.load(folder, self.config.model, state)
-            lora.fill_magnitudes(state)
+        lora.fill_magnitudes(state)
         self.load_state(state)
 
     def load_adapters(self, folder: Path) -> None:

@@ -119,8 +119,10 @@ def adaptable_layers(model: Model) -> tuple[str, ...]:
 
 
 def adapter_parameters(config: Config) -> int:
-    """Count all parameters of the adapters."""
+    """Count all parameters of the adapters of nanoscale's own model; of others they are not known."""
     model, lora = config.model, config.lora
+    if model.source != "own":
+        return 0
     table = block(model)
     shapes = [table[f"{module}.weight"].shape for module in adapted_layers(model, lora).values()]
     magnitudes = sum(outputs for outputs, _ in shapes) if lora.dora else 0
@@ -129,9 +131,13 @@ def adapter_parameters(config: Config) -> int:
 
 def describe_adapters(config: Config) -> str:
     """Describe the trained and the frozen parameters, for people."""
-    chosen = ", ".join(adapted_layers(config.model, config.lora))
+    chosen = ", ".join(config.lora.targets or ["all linear layers"])
+    adapters = f"adapters of rank {config.lora.rank}"
+    if config.model.source == "own":
+        chosen = ", ".join(adapted_layers(config.model, config.lora))
+        adapters = f"{adapter_parameters(config):,} parameters of adapters"
     return (
-        f"{adapter_parameters(config):,} parameters of adapters ({chosen}) in addition to "
+        f"{adapters} ({chosen}) in addition to "
         f"{parameters(config.model):,} of the model, which are frozen"
     )
 

@@ -376,7 +376,8 @@ class Lora:
     )
     targets: list[str] | None = key(
         None,
-        "layers with an adapter: wq wk wv wo gate up down; null: all, with experts attention's",
+        "layers with an adapter: wq wk wv wo gate up down, or with model=hf their names there; null: all "
+        "linear layers, with experts of nanoscale's own model attention's",
     )
 
     init_from: str | None = key(

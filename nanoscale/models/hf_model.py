@@ -32,7 +32,7 @@ from nanoscale.models import hf_attention, hf_mixers, hf_stage
 from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
-from nanoscale.models.initialization import Draw, parameter_seed
+from nanoscale.models.initialization import ADAPTER, Draw, draw, parameter_seed
 from nanoscale.models.mixers.pieces import Division, Rows
 from nanoscale.models.torchao_log import silence_torchao
 from nanoscale.models.transformer import Transformer, positions_in_documents, scaled, whole_sequence
@@ -493,6 +493,8 @@ class RandomWeights:
         self._unit, self._drawn = "", dict[str, Tensor]()
 
     def __call__(self, name: str, size: torch.Size) -> Tensor:
+        if ADAPTER in name:
+            return draw(name, size, self.shape, self.seed, self.device)
         name = name.removeprefix(PREFIX)
         containing_blocks = [block for block in self._blocks if name.startswith(f"{block}.")]
         unit = containing_blocks[0] if containing_blocks else name.rpartition(".")[0]

@@ -9,7 +9,7 @@ Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`, m `[out]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -81,10 +81,22 @@ def frozen_matrices(model: Transformer) -> Iterator[nn.Linear]:
 def adapted_layers(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
     """Yield the layers that have adapters, or will have them."""
     for block in model.layers.values():
+        if model.shape.source != "own":
+            yield from linear_layers(block, settings.targets).values()
+            continue
         for name in model_math.adapted_layers(model.shape, settings).values():
             layer = block.get_submodule(name)
             assert isinstance(layer, nn.Linear)
             yield layer
+
+
+def linear_layers(block: nn.Module, targets: Sequence[str] | None) -> dict[str, nn.Linear]:
+    """Return the linear layers of a block of transformers by name, all or those whose last name is chosen."""
+    return {
+        name: module
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and (targets is None or name.rpartition(".")[2] in targets)
+    }
 
 
 def _forward(layer: nn.Linear, frozen: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

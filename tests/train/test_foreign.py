@@ -19,7 +19,7 @@ from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.hf.load_any_model import judge
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.hf.any_model import sizes
-from nanoscale.config.schema import Backend, Config, Data, Model, Optimizer, Train
+from nanoscale.config.schema import Backend, Config, Data, Lora, Model, Optimizer, Train
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
@@ -240,20 +240,22 @@ def test_stages_train_what_the_whole_model_trains(tmp_path: Path, family: str) -
 
 
 @pytest.mark.slow
-def test_axes_meet(tmp_path: Path) -> None:
-    """Stages, shards of layers and divided sequences with documents, two by two."""
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=3, dora=True)])
+def test_axes_meet(tmp_path: Path, lora: Lora) -> None:
+    """Stages, shards of layers and divided sequences with documents, two by two; also of adapters alone."""
     write_documents(tmp_path)
     hf_models.save("qwen3", tmp_path / "qwen3", num_hidden_layers=4)
     more = {"model": hf_models.shape_of(tmp_path / "qwen3"), "data": packed_data(tmp_path)}
+    more["lora"] = lora
     (expected,) = run_ranks(curves_of, 1, [make_config(tmp_path, **more)])[0]
     rows: list[tuple[int, dict[str, Any]]] = [
-        (0, {"pp": 2, "tp": 2, "sequence_parallel": False}),
-        (3, {"cp": 2, "tp": 2, "sequence_parallel": False}),
         (1, {"pp": 2, "cp": 2, "activation_checkpointing": "full"}),
+        *([(0, {"pp": 2, "tp": 2, "sequence_parallel": False})] if not lora.rank else []),
+        (3, {"cp": 2, "tp": 1 if lora.rank else 2, "sequence_parallel": False}),
     ]
     configs = [make_config(tmp_path, stage=stage, parallel=it, **more) for stage, it in rows]
     for config in configs:
-        (found,) = run_ranks(curves_of, 4, [config])[0]
+        (found,) = run_ranks(curves_of, config.world_size, [config])[0]
         assert_equal_curves(found, expected, "fp64")
 
 

@@ -26,6 +26,7 @@ from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, read_h
 from nanoscale.config.hf.text_part import module_prefix, read_config
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +154,22 @@ def load_adapters(folder: Path, config: ResolvedConfig, state: dict[str, Tensor]
     )
 
 
+def with_adapter(lora: Lora, read: Read, module: str, weight: Tensor) -> Tensor:
+    """Return the weight of a module with its adapter, in fp32 or better."""
+    import torch
+
+    outputs, inputs = weight.shape
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a = read(f"model.{module}.adapter.a", (lora.rank, inputs))
+    b = read(f"model.{module}.adapter.b", (outputs, lora.rank))
+    dtype = torch.promote_types(dtype, a.dtype)
+    merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=lora.scale)
+    if lora.dora:
+        magnitude = read(f"model.{module}.adapter.magnitude", (outputs,)).to(dtype)
+        merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+    return merged
+
+
 class Merged:
     """The weights W + scale · B·A, with DoRA's magnitudes, computed in fp32 or better, one at a time."""
 
@@ -163,23 +180,10 @@ class Merged:
 
     def __call__(self, name: str) -> Tensor:
         """Return one of our parameters, whole."""
-        import torch
-
         weight = self._frozen(name)
         if not is_adapted(self._config, name):
             return weight
-        module = name.removesuffix(".weight")
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        rank, (outputs, inputs) = self._config.lora.rank, self._sizes[name]
-        a = self._read(f"model.{module}.adapter.a", (rank, inputs))
-        b = self._read(f"model.{module}.adapter.b", (outputs, rank))
-        dtype = torch.promote_types(dtype, a.dtype)
-        scale = self._config.lora.scale
-        merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
-        if self._config.lora.dora:
-            magnitude = self._read(f"model.{module}.adapter.magnitude", (outputs,)).to(dtype)
-            merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
-        return merged
+        return with_adapter(self._config.lora, self._read, name.removesuffix(".weight"), weight)
 
     def _frozen(self, name: str) -> Tensor:
         import torch

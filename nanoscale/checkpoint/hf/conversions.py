@@ -24,6 +24,8 @@ from nanoscale.config.parameters import Shape
 
 Fill = Callable[[Tensor, Shape], object]
 """A function that fills memory with the box of a tensor that begins at these offsets."""
+CHANGED = Stored(Path(), "", "", (), 0, 0)
+"""The source of tensors that are not as in files."""
 _COMPUTED = {"MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Split", "Transpose"}
 """The operations of transformers that need no more of a source than the box of the result does."""
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from nanoscale.checkpoint import store
-from nanoscale.checkpoint.hf.adapters import Merged, is_adapted, require_base_of
+from nanoscale.checkpoint.hf.adapters import Merged, is_adapted, require_base_of, with_adapter
 from nanoscale.checkpoint.hf.base_folder import Base, open_base
-from nanoscale.checkpoint.hf.conversions import RecordedTensor, box_slices, reverted
+from nanoscale.checkpoint.hf.conversions import CHANGED, RecordedTensor, box_slices, reverted
 from nanoscale.checkpoint.hf.load_any_model import find
 from nanoscale.checkpoint.hf.names import (
     BIASES,
@@ -53,7 +53,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.config.values.hooks import file_name
 from nanoscale.data import vocabulary
-from nanoscale.models.hf_model import PREFIX, build
+from nanoscale.models.hf_model import PREFIX, build, named_tensors
 from nanoscale.models.moe import BIAS_UNIT
 from nanoscale.runs.directory import sync_folder
 
@@ -102,7 +102,8 @@ def export(
     kind, base = DTYPES[dtype], open_base(config)
     hf_config = {} if base else _config(config.model, kind)
     source = _Source(stored.path, config, _tensors(stored, config, base), kind, note)
-    entries, trained = entries_of(source.shapes(), kind.safetensors_name), dict[str, str]()
+    trained = dict[str, str]()
+    entries = entries_of(source.shapes(changed=base is not None), kind.safetensors_name)
     if base is not None:
         entries, trained = base.arrange(entries)
     files = divide(entries, largest)
@@ -260,7 +261,7 @@ class _Source:
         self._reader = Reader(path)
         self._parameter_shapes = {name: shape for name, (shape, _) in tensors.items()}
         self._weight: Callable[[str], Tensor] = self._stored
-        if config.lora.rank:
+        if config.lora.rank and config.model.source == "own":
             self._weight = Merged(config, self._reader.weights)
         self._positions: dict[str, list[tuple[str, TensorPosition]]] = {}
         for name, (_, positions) in tensors.items():
@@ -270,32 +271,55 @@ class _Source:
         self._last_read: tuple[str, Tensor] | None = None
         self._published: dict[str, RecordedTensor] = {}
         if config.model.source == "hf":
-            self._published = self._reverted(config.model)
+            self._published = self._reverted(config)
 
-    def shapes(self) -> Shapes:
+    def shapes(self, *, changed: bool = False) -> Shapes:
+        """Return the shapes of the tensors to write; with `changed`, of what differs from the base."""
         if self._published:
-            return {name: tensor.shape for name, tensor in self._published.items()}
+            return {
+                name: tensor.shape
+                for name, tensor in self._published.items()
+                if not changed or not tensor.sources or CHANGED in tensor.sources
+            }
         return {
             name: position.shape(self._parameter_shapes[own])
             for name, own_positions in self._positions.items()
             for own, position in own_positions
         }
 
-    def _reverted(self, model: Model) -> dict[str, RecordedTensor]:
+    def _reverted(self, config: ResolvedConfig) -> dict[str, RecordedTensor]:
         """Return the tensors of published files, in the form of the base's if its folder is still there."""
-        hf_model = build(model)
-        if model.init_from is not None:
-            with suppress(BadFileError, OSError):
-                find(Path(model.init_from), hf_model)  # it remembers the conversions of these files
+        hf_model, frozen = build(config.model), dict[str, RecordedTensor]()
+        if config.model.init_from is not None:
+            with nullcontext() if config.lora.rank else suppress(BadFileError, OSError):
+                # The model remembers the conversions of these files.
+                frozen = find(Path(config.model.init_from), hf_model)
 
-        def recorded(name: str) -> RecordedTensor:
+        def has_adapter(name: str) -> bool:
+            return f"model.{PREFIX}{name.removesuffix('.weight')}.adapter.a" in self._reader.tensors
+
+        def recorded(name: str, shape: Shape) -> RecordedTensor:
+            own = f"{PREFIX}{name}"
+
             def fill(memory: Tensor, offsets: Shape) -> None:
-                value = self._read_parameter(f"{PREFIX}{name}", TensorPosition(name))
+                if f"model.{own}" in self._reader.tensors:
+                    value = self._read_parameter(own, TensorPosition(name))
+                elif has_adapter(name):
+                    dtype = torch.promote_types(memory.dtype, torch.float32)
+                    whole = torch.empty(shape, dtype=dtype)
+                    frozen[name].fill(whole, (0,) * whole.ndim)
+                    module = own.removesuffix(".weight")
+                    value = with_adapter(config.lora, self._reader.weights, module, whole)
+                else:
+                    frozen[name].fill(memory, offsets)
+                    return
                 memory.copy_(value[box_slices(memory, offsets)])
 
-            return RecordedTensor(self._parameter_shapes[f"{PREFIX}{name}"], fill)
+            is_frozen = config.lora.rank and name in frozen and not has_adapter(name)
+            return RecordedTensor(shape, fill, frozen[name].sources if is_frozen else [CHANGED])
 
-        return reverted({name: recorded(name) for name in self._positions}, hf_model)
+        shapes = {name: tuple(it.shape) for name, it in named_tensors(hf_model)}
+        return reverted({name: recorded(name, shape) for name, shape in shapes.items()}, hf_model)
 
     def bytes_of(self, names: Iterable[str]) -> Iterator[memoryview]:
         for name in names:

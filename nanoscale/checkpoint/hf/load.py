@@ -196,8 +196,10 @@ def fingerprint(folder: Path, model: Model) -> str:
         BadFileError: see `find`.
     """
     digest = hashlib.blake2b(digest_size=16)
-    pairs = chain.from_iterable(find(folder, model).values())
-    stored = {position.name: tensor for position, tensor in pairs}
+    stored = read_tensors(folder)
+    if model.source == "own":
+        pairs = chain.from_iterable(find(folder, model).values())
+        stored = {position.name: tensor for position, tensor in pairs}
     for name, tensor in sorted(stored.items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         with tensor.file.open("rb") as opened:

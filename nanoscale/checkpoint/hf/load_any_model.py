@@ -28,6 +28,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models import hf_attention
 from nanoscale.models.hf_model import (
     PREFIX,
+    blocks,
     build,
     count_parameters,
     named_tensors,
@@ -36,6 +37,7 @@ from nanoscale.models.hf_model import (
     tied_parameters,
     tp_styles,
 )
+from nanoscale.models.lora import linear_layers
 
 _MESSAGE_CHARACTERS = 300
 """The most characters of another program's message."""
@@ -150,6 +152,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         return {"problem": why, "of": "model"}
     if request["attention"] and problem is None and (why := hf_attention.problem(model)):
         return {"problem": f"needs our attention, and {why}", "of": "attention"}
+    if "targets" in request and problem is None and (why := _without(model, request["targets"])):
+        return {"problem": why, "of": "lora"}
     checks: dict[str, Callable[[int], object]] = {
         "tp": lambda tp: tp_styles(model, tp),
         "pp": lambda _: require_stages(model, shape),
@@ -164,6 +168,19 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     ties = bool(tied_parameters(model))
     found = {"parameters": count_parameters(model), "tie_embeddings": ties, "kept_tensors": kept}
     return {"problem": problem, "of": "model"} | found
+
+
+def _without(model: Any, targets: list[str] | None) -> str:
+    """Return which of the layers that adapters are for the blocks lack; empty if they have them."""
+    found = {
+        name.rpartition(".")[2]
+        for block in blocks(model).values()
+        for name in linear_layers(block, None)
+    }
+    if not found:
+        return "adds adapters to linear layers, and the blocks of this model have none"
+    absent = sorted({*(targets or ())} - found)
+    return f"names {absent[0]}, and a block has {', '.join(sorted(found))}" if absent else ""
 
 
 def _objective_problem(model: Any, objective: str) -> str | None:

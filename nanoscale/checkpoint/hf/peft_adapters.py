@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoscale.checkpoint.hf.adapters import base_family, base_matrices, peft_name, require_base_of
 from nanoscale.checkpoint.hf.export import Exported, new_folder
 from nanoscale.checkpoint.hf.load import find
-from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.checkpoint.hf.names import TensorPosition, shapes
 from nanoscale.checkpoint.hf.safetensors_files import write_json
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
@@ -27,6 +27,8 @@ from nanoscale.config.hf.safetensors_headers import Stored
 from nanoscale.config.hf.text_part import module_prefix
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data import vocabulary
+from nanoscale.models.hf_model import PREFIX
+from nanoscale.models.initialization import ADAPTER
 
 
 def export_adapters(
@@ -88,6 +90,8 @@ def _tensors(
     stored: StoredCheckpoint, config: ResolvedConfig
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return the adapters of the base model's matrices by PEFT's names, and the rank of each kind of matrix."""
+    if config.model.source == "hf":
+        return _foreign_tensors(stored, config)
     rank, reader, sizes = config.lora.rank, Reader(stored.path), shapes(config.model)
     base = find(Path(str(config.model.init_from)), config.model)
     joined = defaultdict(list)
@@ -113,6 +117,22 @@ def _tensors(
             tensors[peft_name(parts[0][1], "magnitude")] = magnitudes
         number = parts[0][0].split(".")[1]
         ranks[matrix.partition(f".{number}.")[2].removesuffix(".weight")] = rank * len(parts)
+    return tensors, ranks
+
+
+def _foreign_tensors(
+    stored: StoredCheckpoint, config: ResolvedConfig
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return the same of a model of transformers, whose names are PEFT's."""
+    reader, tensors, ranks = Reader(stored.path), {}, {}
+    prefix = module_prefix(Path(str(config.model.init_from)))
+    for name, about in stored.manifest["tensors"].items():
+        module, is_adapter, kind = name.removeprefix(f"model.{PREFIX}").partition(ADAPTER)
+        if is_adapter and name.startswith("model."):
+            module = prefix + module.removeprefix("model.") if prefix else module
+            value = reader.weights(name, tuple(about["shape"]))
+            tensors[peft_name(TensorPosition(module), kind)] = value
+            ranks[module] = config.lora.rank
     return tensors, ranks
 
 

@@ -204,7 +204,7 @@ def _near_targets(config: Config) -> list[str]:
     return [override("lora.targets", kept)] if kept else []
 
 
-_TARGETS = ("lora.rank", "lora.targets", "model.mlp", "model.experts")
+_TARGETS = ("lora.rank", "lora.targets", "model.mlp", "model.experts", "model.source")
 
 ADAPTERS = of_kind("config",
     refused("lora.rank", {**_ADAPTED, "model.init_from": None},
@@ -228,7 +228,8 @@ ADAPTERS = of_kind("config",
         ("lora.base=whole",)),
     refused("lora.targets", {**_ADAPTED, "lora.targets": []},
         "names no layer: nothing would be trained", "lora.targets=null"),
-    Rule("lora.targets", _TARGETS, lambda config: not (config.lora.rank and _absent(config)),
+    Rule("lora.targets", _TARGETS, lambda config: not (
+            config.model.source == "own" and config.lora.rank and _absent(config)),
         _absent_layers, (_near_targets, "lora.targets=null")),
     refused("lora.targets",
         {**_ADAPTED, "lora.targets": lambda names: len({*(names or ())}) < len(names or ())},
@@ -320,9 +321,18 @@ FOREIGN = (
             "train.statistics_every=0"),
         refused("train.z_loss", {**_FOREIGN, "train.z_loss": other_than(0.0)},
             "is a part of nanoscale's own loss, and model={c.model.source} computes its own", "train.z_loss=0"),
-        refused("lora.rank", {**_FOREIGN, **_ADAPTED},
+        refused("lora.rank", {**_OWN_CODE, **_ADAPTED},
             _of_others("adds adapters to layers that it finds by their names"),
-            "lora.rank=0")),
+            "lora.rank=0"),
+        refused("lora.rank", {**_ADAPTED, "model.source": "hf", "parallel.tp": several},
+            "adds adapters to whole layers of model=hf, and parallel.tp={c.parallel.tp} divides them",
+            "parallel.tp=1", "lora.rank=0"),
+        refused("lora.rank", {**_ADAPTED, "model.source": "hf", "train.objective": "classify"},
+            "freezes all weights, and a new head of classes must be trained", "lora.rank=0"),
+        refused("lora.base", {**_ADAPTED, "model.source": "hf", "lora.base": "nf4"},
+            _of_others("keeps layers in 4 bits that it finds by their names"), "lora.base=whole"),
+        refused("lora.init_from", {**_ADAPTED, "model.source": "hf", "lora.init_from": other_than(None)},
+            _of_others("reads adapters by the names of layers"), "lora.init_from=null")),
     *of_kind("data",
         Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
             _fits_objective, _what_it_predicts,

@@ -131,6 +131,10 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
         if answer["of"] in ("tp", "pp", "ep"):
             key = f"parallel.{answer['of']}"
             composed.refuse(key, answer["problem"], f"{key}=1")
+        if answer["of"] == "lora":
+            key = "lora.rank" if config.lora.targets is None else "lora.targets"
+            advice = "lora.rank=0" if config.lora.targets is None else "lora.targets=null"
+            composed.refuse(key, answer["problem"], advice)
         if answer["of"] == "attention":
             advice = "data.packing=stream data.document_mask=false"
             advice = "parallel.cp=1" if needs_ours == "parallel.cp" else advice
@@ -152,8 +156,13 @@ def hf_question(config: ResolvedConfig, folder: str | None) -> dict[str, Any]:
         "data.document_mask": config.data.document_mask,
     }
     needs_ours = next((key for key, is_set in divided.items() if is_set), "")
-    question = {"model": asdict(config.model), "folder": folder, "attention": needs_ours}
-    return question | {axis: getattr(config.parallel, axis) for axis in ("tp", "pp", "ep")}
+    question: dict[str, Any] = {
+        "model": asdict(config.model),
+        "folder": folder,
+        "attention": needs_ours,
+    }
+    question |= {axis: getattr(config.parallel, axis) for axis in ("tp", "pp", "ep")}
+    return question | ({"targets": config.lora.targets} if config.lora.rank else {})
 
 
 def save_small_model(family: str, document: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
