@@ -142,9 +142,9 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
     """Return commands for a trained model, as they can be typed."""
     if not run.checkpoint_steps():
         return []
-    keys = "train.objective", "data.loss_on"
-    objective, loss_on = read_values(run.config, keys).values()
-    writes = objective not in ("classify", "masked")
+    keys = "train.objective", "data.loss_on", "model.source"
+    objective, loss_on, source = read_values(run.config, keys).values()
+    writes = objective not in ("classify", "masked") and source == "own"
     answers = loss_on == "answers" or objective in ANSWERS
     prompt = "'What can you do?'" if answers else "'Once'"
     asks = f"  nanoscale generate {shlex.quote(run.reference)} --prompt {prompt}"
