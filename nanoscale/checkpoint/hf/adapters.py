@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.hf.load import (
     differences,
+    file_readers,
     find,
     fingerprint,
     read_part,
@@ -187,12 +188,11 @@ class Merged:
 
     def _frozen(self, name: str) -> Tensor:
         import torch
-        from safetensors import safe_open
 
         size, matrices = self._sizes[name], []
         for position, stored in self._stored[name]:
             slices = position.slices(size, (0,) * len(size), size)
-            with safe_open(stored.file, "pt") as opened:
+            with file_readers() as opened:
                 matrix = read_part(opened, stored, slices)
             matrices.append(matrix.mT if position.transposed else matrix)
         return matrices[0] if position.expert is None else torch.stack(matrices)

@@ -6,21 +6,26 @@ tokens, or anything else that is not trained (`model.kept_tensors`).
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nanoscale.checkpoint.hf.adapters import unusable_base
-from nanoscale.checkpoint.hf.load import find_tensor
+from nanoscale.checkpoint.hf.load import file_readers, find_tensor, read_part
 from nanoscale.checkpoint.hf.safetensors_files import Entries, Entry, write_json
 from nanoscale.config.dtypes import Dtype
 from nanoscale.config.hf.families import Json
-from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, read_folder
+from nanoscale.config.hf.safetensors_headers import BadFileError, Stored
 from nanoscale.config.hf.shape import EMBEDDINGS, read_shape
 from nanoscale.config.hf.text_part import (
     HEAD,
     TEXT,
+    folder_tensors,
     read_document,
     read_tensors,
     text_config,
@@ -59,9 +64,7 @@ class Base:
         if head is not None and embedding is not None:  # a tied head is in the files, too
             trained_names.setdefault(head.name, embedding)
         entries = {
-            name: trained[trained_names[name]]
-            if name in trained_names
-            else Entry(tensor.dtype, tensor.shape, tensor.bytes)
+            name: trained[trained_names[name]] if name in trained_names else _entry(tensor)
             for name, tensor in self.tensors.items()
         }
         return entries | {it: trained[name] for it, name in trained_names.items()}, trained_names
@@ -86,7 +89,7 @@ class Base:
             if name in trained_names:
                 yield from read([trained_names[name]])
             else:
-                yield from self.tensors[name].content()
+                yield from _content(self.tensors[name])
 
     def write_settings(self, out: Path, kind: Dtype, *, has_new_head: bool) -> None:
         """Write config.json and the files of the tokenizer and the processors.
@@ -124,6 +127,24 @@ class Base:
         return changes | dict.fromkeys(dtypes, kind.torch_name)
 
 
+def _entry(tensor: Stored) -> Entry:
+    """Return a tensor as it is stored; a quantized matrix in bf16, as the trained ones are no longer
+    quantized."""
+    if tensor.scales is None:
+        return Entry(tensor.dtype, tensor.shape, tensor.bytes)
+    return Entry("BF16", tensor.shape, 2 * math.prod(tensor.shape))
+
+
+def _content(tensor: Stored) -> Iterator[memoryview]:
+    if tensor.scales is None:
+        yield from tensor.content()
+        return
+    with file_readers() as opened:
+        values = read_part(opened, tensor, tuple(slice(0, size, 1) for size in tensor.shape))
+        numbers: Any = values.to(torch.bfloat16).contiguous().view(-1).view(torch.uint8).numpy()
+        yield memoryview(numbers)
+
+
 def _changed(document: Json, changes: Json) -> Json:
     """Return a config.json with changed settings of its language model, at the level that has them."""
     result = text = dict(document)
@@ -132,6 +153,8 @@ def _changed(document: Json, changes: Json) -> Json:
     for name, value in changes.items():
         for level in [it for it in (result, text) if name in it] or [text]:
             level[name] = value
+    for level in (result, text):
+        level.pop("quantization_config", None)
     return result
 
 
@@ -147,7 +170,7 @@ def open_base(config: ResolvedConfig) -> Base | None:
     try:
         if not folder.is_dir():
             raise BadFileError("does not exist")
-        return Base(config, folder, read_folder(folder), read_tensors(folder))
+        return Base(config, folder, folder_tensors(folder), read_tensors(folder))
     except BadFileError as error:
         raise _unusable(config, str(error)) from error
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoscale.checkpoint.hf.load import read_part
+from nanoscale.checkpoint.hf.load import file_readers, read_part
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored
 from nanoscale.config.hf.text_part import read_tensors
 from nanoscale.config.parameters import Shape
@@ -142,15 +140,11 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
 
 def file_tensors(folder: Path, files: ExitStack) -> dict[str, RecordedTensor]:
     """Return the tensors of a folder, of which a file is opened for the first box that is read of it."""
-    opened = cache(lambda file: files.enter_context(safe_open(file, "pt")))
+    opened = files.enter_context(file_readers())
 
     def recorded(stored: Stored) -> RecordedTensor:
         def fill(memory: Tensor, offsets: Shape) -> None:
-            try:
-                slices = box_slices(memory, offsets)
-                memory.copy_(read_part(opened(stored.file), stored, slices))
-            except (SafetensorError, OSError) as error:
-                raise BadFileError(f"{stored.file.name} cannot be read: {error}") from error
+            memory.copy_(read_part(opened, stored, box_slices(memory, offsets)))
 
         return RecordedTensor(stored.shape, fill, [stored])
 

@@ -7,8 +7,9 @@ are the tensors of a checkpoint.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,9 @@ from nanoscale.checkpoint.hf.names import (
     shapes,
 )
 from nanoscale.config.hf.families import UnsupportedError
-from nanoscale.config.hf.safetensors_headers import (
-    IN_FP32,
-    WIDTH,
-    BadFileError,
-    Shapes,
-    Stored,
-    read_folder,
-)
+from nanoscale.config.hf.safetensors_headers import IN_FP32, WIDTH, BadFileError, Shapes, Stored
 from nanoscale.config.hf.shape import family_of, read_shape
-from nanoscale.config.hf.text_part import HEAD, read_config, read_tensors
+from nanoscale.config.hf.text_part import HEAD, folder_tensors, read_config, read_tensors
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
 
@@ -44,14 +38,12 @@ if TYPE_CHECKING:
     from nanoscale.checkpoint.flat import Box
 
 _SHOWN = 4
-_GROUP = 32
-"""Numbers of a row that share a scale in MXFP4."""
-_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""The numbers of 4 bits without a sign."""
 _SAMPLED = 4096
 """Bytes of a tensor that enter its model's fingerprint."""
 
 
+Readers = Callable[[Path], Any]
+"""A function that returns the open reader of a file."""
 StoredParameters = dict[str, list[tuple[TensorPosition, Stored]]]
 """Our parameters by name, each with its positions and the file tensors that hold them."""
 
@@ -100,7 +92,7 @@ def count_kept(folder: Path, used: Iterable[Stored]) -> int:
 
     A tied head and the buffers of old files are not counted.
     """
-    rest = set(read_folder(folder).values()) - set(used)
+    rest = set(folder_tensors(folder).values()) - set(used)
     return sum(not (tensor.name.endswith(HEAD) or is_buffer(tensor.name)) for tensor in rest)
 
 
@@ -121,7 +113,7 @@ def differing_shapes(stored: Shapes, needed: Shapes) -> list[str]:
 def unreadable(tensors: Iterable[Stored]) -> list[str]:
     """Describe tensors of unsupported dtypes."""
     return [
-        f"{tensor.name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read"
+        f"{tensor.name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read without scales that fit"
         for tensor in tensors
         if tensor.dtype not in WIDTH and tensor.scales is None
     ]
@@ -158,31 +150,21 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
         BadFileError: a file is damaged.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
 
     from nanoscale.models.moe import BIAS_UNIT
 
-    by_file = sorted(requests, key=lambda entry: str(entry[0].file))
-    with ExitStack() as open_files, torch.no_grad():
-        file, reader = None, None
-        for tensor, position, full_shape, target in by_file:
-            try:
-                if tensor.file != file:
-                    open_files.close()
-                    file = tensor.file
-                    reader = open_files.enter_context(safe_open(file, "pt"))
-                for box, memory in boxes(target):
-                    if position.expert is not None:
-                        if (row := position.row(box.offsets, box.sizes)) is None:
-                            continue  # the box does not contain the expert
-                        memory = memory[row]
-                    slices = position.slices(full_shape, box.offsets, box.sizes)
-                    values = read_part(reader, tensor, slices)
-                    if tensor.name.endswith(IN_FP32):
-                        values = (values.double() / BIAS_UNIT).round()
-                    memory.copy_(values.mT if position.transposed else values)
-            except (SafetensorError, OSError) as error:
-                raise BadFileError(f"{tensor.file.name} cannot be read: {error}") from error
+    with file_readers() as opened, torch.no_grad():
+        for tensor, position, full_shape, target in requests:
+            for box, memory in boxes(target):
+                if position.expert is not None:
+                    if (row := position.row(box.offsets, box.sizes)) is None:
+                        continue  # the box does not contain the expert
+                    memory = memory[row]
+                slices = position.slices(full_shape, box.offsets, box.sizes)
+                values = read_part(opened, tensor, slices)
+                if tensor.name.endswith(IN_FP32):
+                    values = (values.double() / BIAS_UNIT).round()
+                memory.copy_(values.mT if position.transposed else values)
 
 
 def fingerprint(folder: Path, model: Model) -> str:
@@ -208,34 +190,36 @@ def fingerprint(folder: Path, model: Model) -> str:
     return digest.hexdigest()
 
 
-def read_part(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
-    """Read these elements of a tensor, and at most the elements between them, from its open file."""
-    if tensor.scales is not None:
-        return _read_mxfp4(reader, tensor, slices)
-    whole = tuple(slice(it.start, it.stop) for it in slices)
-    values: Tensor = reader.get_slice(tensor.name)[whole]
-    return values[tuple(slice(None, None, it.step) for it in slices)]
-
-
-def _read_mxfp4(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
-    """Read elements of a matrix in MXFP4, one expert after another, as bf16, which holds them exactly."""
-    import torch
+@contextmanager
+def file_readers() -> Iterator[Readers]:
+    """Open each file for the first part that is read of it, and all until the end."""
     from safetensors import safe_open
 
-    assert tensor.scales is not None
-    experts, inputs, outputs = slices
-    groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
-    wanted = slice(inputs.start - _GROUP * groups.start, inputs.stop - _GROUP * groups.start)
-    numbers, found = torch.tensor(_FP4 + [-number for number in _FP4]), []
-    with safe_open(tensor.scales.file, "pt") as with_scales:
-        for expert in range(experts.start, experts.stop):
-            where = (slice(expert, expert + 1), slice(outputs.start, outputs.stop), groups)
-            bytes_ = reader.get_slice(tensor.name)[where][0].int()
-            exponents = with_scales.get_slice(tensor.scales.name)[where][0].int() - 127
-            values = numbers[torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)]
-            whole = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
-            found.append(whole[:: outputs.step, wanted].T.to(torch.bfloat16))
-    return torch.stack(found)
+    with ExitStack() as files:
+        yield cache(lambda file: files.enter_context(safe_open(file, "pt")))
+
+
+def read_part(opened: Readers, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
+    """Read these elements of a tensor, and at most the elements between them.
+
+    Raises:
+        BadFileError: a file is damaged.
+    """
+    from safetensors import SafetensorError
+
+    from nanoscale.checkpoint.hf.quantized import read_quantized
+
+    def read(part: Stored, box: tuple[slice, ...]) -> Tensor:
+        values: Tensor = opened(part.file).get_slice(part.name)[box]
+        return values
+
+    whole = tuple(slice(it.start, it.stop) for it in slices)
+    try:
+        quantized = tensor.scales is not None
+        values = read_quantized(read, tensor, whole) if quantized else read(tensor, whole)
+    except (SafetensorError, OSError) as error:
+        raise BadFileError(f"{tensor.file.name} cannot be read: {error}") from error
+    return values[tuple(slice(None, None, it.step) for it in slices)]
 
 
 def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:

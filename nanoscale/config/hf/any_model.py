@@ -63,6 +63,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
         if composed.config.train.objective == "classify":
             document = as_classifier(document, composed.config.train.labels or 2)
         require_causal(document, or_masked=True)
+        document = {name: it for name, it in document.items() if name != "quantization_config"}
     except (NoSuchModelError, UnsupportedError) as error:
         refuse_model(composed, KEY if model.name else pretrained.KEY, name, error)
     known = sizes(document)

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,6 @@ IN_FP32 = "e_score_correction_bias"
 WIDTH = {dtype.safetensors_name: dtype.bytes for dtype in DTYPES.values()}
 """Bytes of a number of each dtype that weights may have."""
 Shapes = dict[str, tuple[int, ...]]
-_BLOCKS, _SCALES = "_blocks", "_scales"
-"""The ends of the names of the two parts of a matrix in MXFP4."""
-MXFP4 = "MXFP4"
 _LONGEST_HEADER = 100_000_000
 """Bytes, the library's own limit."""
 _READ_AT_ONCE = 1 << 24
@@ -50,7 +47,12 @@ class Stored:
     """The first of its bytes in the file."""
     bytes: int
     scales: Stored | None = None
-    """The scales of a matrix in MXFP4; its own bytes are the blocks, under their name."""
+    """The scales of a quantized matrix (`quantized_files`), whose own bytes are its numbers."""
+    zero_points: Stored | None = None
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns of a quantized matrix that share a scale."""
+    bits: int = 0
+    """Bits of its numbers if they are packed into words."""
 
     def content(self) -> Iterator[memoryview]:
         """Yield its bytes, a part of them in memory at a time."""
@@ -61,14 +63,14 @@ class Stored:
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a model's folder, by name; blocks and scales of MXFP4 are one tensor.
+    """Return every tensor of a model's folder, by name.
 
     Raises:
         BadFileError: a file is missing, truncated, or has a damaged header.
     """
     index = folder / INDEX
     if not index.is_file():
-        return _with_matrices(read_header(_single(folder)))
+        return read_header(_single(folder))
     try:
         where = parse(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(where.values()))
@@ -82,28 +84,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     lost = sorted(name for name, file in where.items() if name not in headers[file])
     if lost:
         raise BadFileError(f"{lost[0]} is not in {where[lost[0]]}, where {INDEX} has it")
-    return _with_matrices({name: headers[file][name] for name, file in where.items()})
-
-
-def _with_matrices(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors, and matrices in MXFP4, `[experts, in, out]`, in place of their parts.
-
-    The blocks are `[experts, out, in / 32, 16]` bytes of two numbers, the scales `[experts, out, in / 32]`
-    (Open Compute Project, Microscaling Formats, version 1.0, section 6.3).
-    """
-    whole = dict(tensors)
-    for name, blocks in tensors.items():
-        stem = name.removesuffix(_BLOCKS)
-        scales = tensors.get(stem + _SCALES)
-        if stem == name or scales is None or len(blocks.shape) != 4:
-            continue
-        experts, rows, groups, width = blocks.shape
-        are_bytes = {blocks.dtype, scales.dtype} == {"U8"}
-        if are_bytes and scales.shape == blocks.shape[:3] and width == 16:
-            del whole[name], whole[scales.name]
-            shape = (experts, 32 * groups, rows)
-            whole[stem] = replace(blocks, dtype=MXFP4, shape=shape, scales=scales)
-    return whole
+    return {name: headers[file][name] for name, file in where.items()}
 
 
 def read_header(file: Path) -> dict[str, Stored]:

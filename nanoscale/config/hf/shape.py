@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.config.hf.families import FAMILIES, Family, HFKey, HFOnly, Json, UnsupportedError
+from nanoscale.config.hf.quantized_files import METHODS
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal
 from nanoscale.config.hf.text_part import HEAD, read_config, read_tensors
 from nanoscale.config.objectives import CLASSIFIER, made_for
@@ -53,9 +54,7 @@ def read_shape(folder: Path) -> Model:
     if family not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
-    quantized = document.get("quantization_config")
-    if quantized and not (isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"):
-        raise UnsupportedError("quantization_config: its weights are quantized")
+    _require_readable(document)
     values = _read(FAMILIES[family], document) | {"name": folder.name}
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
@@ -103,8 +102,7 @@ def require_causal(document: Json, *, or_masked: bool = False) -> None:
         raise UnsupportedError("config.json has no model_type")
     if document.get("is_encoder_decoder"):
         raise UnsupportedError("is_encoder_decoder=true: only decoders are trained")
-    if document.get("quantization_config"):
-        raise UnsupportedError("quantization_config: its weights are quantized")
+    _require_readable(document)
     classes = document.get("architectures") or []
     if or_masked and made_for(document) != "next-token":
         return
@@ -113,6 +111,14 @@ def require_causal(document: Json, *, or_masked: bool = False) -> None:
             f"architectures={shown(classes)}: no causal language model, whose class ends with "
             f"{' or '.join(_CAUSAL)}"
         )
+
+
+def _require_readable(document: Json) -> None:
+    settings = document.get("quantization_config") or {"quant_method": METHODS[0]}
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if method not in METHODS:
+        what = f"weights quantized by {method} are not read, only by {', '.join(METHODS)}"
+        raise UnsupportedError(f"quantization_config: {what}")
 
 
 def _need(document: Json, key: str) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from nanoscale.common.errors import reason
 from nanoscale.common.json_text import parse
 from nanoscale.config.hf.families import FAMILIES, HFKey, Json, UnsupportedError
+from nanoscale.config.hf.quantized_files import joined
 from nanoscale.config.hf.safetensors_headers import Stored, read_folder
 
 HEAD = "lm_head.weight"
@@ -69,13 +70,26 @@ def is_wrapper(folder: Path) -> bool:
         return False
 
 
+def folder_tensors(folder: Path) -> dict[str, Stored]:
+    """Return all tensors of a folder, of quantized matrices in place of their parts; headers are read.
+
+    Raises:
+        BadFileError: see `read_folder`.
+    """
+    try:
+        settings = read_config(folder).get("quantization_config")
+    except UnsupportedError:
+        settings = None
+    return joined(read_folder(folder), settings if isinstance(settings, dict) else {})
+
+
 def read_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder's language model, by their names in one; headers are read.
 
     Raises:
         BadFileError: see `read_folder`.
     """
-    stored = read_folder(folder)
+    stored = folder_tensors(folder)
     if not is_wrapper(folder):
         return stored
     has_prefix = any(map(_PREFIX.match, stored))
