@@ -1,7 +1,5 @@
 """Facts about this host that are available at once, without torch."""
 
-from __future__ import annotations
-
 import ast
 import getpass
 import mmap

@@ -4,8 +4,6 @@ torch is loaded once per host, in a fork server. Every rank is a copy of it, whi
 of seconds. It stays for further attempts. The agent itself does not load torch.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

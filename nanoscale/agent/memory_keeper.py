@@ -1,7 +1,5 @@
 """The agent's part in checkpoints in memory: a folder that outlives the ranks, and its server."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

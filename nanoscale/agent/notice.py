@@ -1,7 +1,5 @@
 """A notice that this host will be taken away: of a cloud's metadata service, of a URL, or by a file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ log has grown. On other hosts, files of the host hold the output that is not sen
 for a slow launcher, and none of its output is kept in memory.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

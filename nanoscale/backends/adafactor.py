@@ -5,8 +5,6 @@ place of their relative one. Every rank has the whole vectors; ranks that share 
 their shards, for all parameters at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Averages of weights are evaluated and exported in place of the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

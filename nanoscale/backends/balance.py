@@ -6,8 +6,6 @@ by `balance_rate` more, one with more than that by as much less. Counts of a who
 on the layout, and as integers they are the same on every rank to the last bit.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The interface of a backend: an engine that trains one model, evaluates it and returns its state."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

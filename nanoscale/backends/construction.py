@@ -1,7 +1,5 @@
 """The parts of the native engine before the first step: stages, master weights, pipeline, gradient reducer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

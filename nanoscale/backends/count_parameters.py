@@ -4,8 +4,6 @@
 number, or with a sentence on what is wrong, in the last line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

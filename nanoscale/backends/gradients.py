@@ -1,7 +1,5 @@
 """The gradients of one step as a whole: their norm over all ranks, and clipping."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

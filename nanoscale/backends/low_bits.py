@@ -19,8 +19,6 @@ dequantizes its weights, in the forward and in the backward pass, and keeps no c
 the tensors in an NF4Tensor, so that torch.compile traces plain operations.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

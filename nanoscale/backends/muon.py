@@ -7,8 +7,6 @@ An update needs whole matrices. The ranks that share them divide them among each
 once, by the rank that orthogonalizes it, which then sends each rank its shard of the update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The native backend: PyTorch's own parts, from micro batches to one optimizer update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tensors of the native engine between two steps: for checkpoints, for their comparison, for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -5,8 +5,6 @@ operation. A step is skipped on the device: the host does not know it, and does 
 name of the flag in PyTorch's fused optimizers: 1.0 if the step's gradients are not finite, otherwise 0.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import FunctionType
 

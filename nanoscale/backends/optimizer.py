@@ -1,7 +1,5 @@
 """The optimizer, its parameter groups, and its state under names and dtypes that every layout shares."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -3,8 +3,6 @@
 Source: Kimi Team 2025, arXiv:2507.20534, section 2.1, head by head. Query heads that share keys share a factor.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

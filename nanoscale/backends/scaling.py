@@ -3,8 +3,6 @@
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ A manifest records the value of every key. If config.yaml has another value now,
 which the run's events record, or the file is damaged or was edited.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

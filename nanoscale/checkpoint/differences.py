@@ -1,7 +1,5 @@
 """The difference of two checkpoints of the same training: which tensors, by how much, and who wrote them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A reader of checkpoints in memory, for any layout that wrote them and any that continues from them."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress

@@ -8,8 +8,6 @@ A file is filled while the next step is computed, and it is complete before the 
 step. So no rank can begin to overwrite a state before all ranks have completed the next one.
 """
 
-from __future__ import annotations
-
 import _thread
 import json
 import os

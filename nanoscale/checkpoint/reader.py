@@ -1,7 +1,5 @@
 """A reader of a checkpoint's tensors, for any layout that wrote it. Only `metadata` unpickles a file of it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Container
 from functools import cached_property

@@ -4,8 +4,6 @@ A checkpoint has the same files there. Its manifest is written last and in one r
 other files were compared with it, so a folder without a manifest does not count.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import uuid

@@ -1,7 +1,5 @@
 """The writer of checkpoints: the training thread itself, which waits, or a background thread."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass

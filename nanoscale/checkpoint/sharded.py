@@ -3,8 +3,6 @@
 The files are torch.distributed.checkpoint's; `store` publishes all of them or none.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

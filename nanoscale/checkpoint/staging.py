@@ -5,8 +5,6 @@ host memory, in parallel with the forward and backward passes of the next step: 
 copied on a stream of their own, for which only the next update waits.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

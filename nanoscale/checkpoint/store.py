@@ -6,8 +6,6 @@ by one rename. Every other change here is also a rename out of this workspace or
 run has continued without the attempt; nanoscale/runs/fence.py explains why that is enough.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

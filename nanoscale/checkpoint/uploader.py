@@ -1,7 +1,5 @@
 """The upload of a run's checkpoints in a thread of rank 0: no failure of it delays or ends the training."""
 
-from __future__ import annotations
-
 import shlex
 from contextlib import suppress
 from pathlib import Path

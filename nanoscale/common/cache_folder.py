@@ -1,7 +1,5 @@
 """The folder of reproducible files: prepared corpora."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

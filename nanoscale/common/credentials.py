@@ -1,7 +1,5 @@
 """Passwords and tokens within addresses, which are never shown or stored."""
 
-from __future__ import annotations
-
 import re
 
 _USER = re.compile(r"(?<=//)[^/@\s]*:[^/@\s]*@")

@@ -1,7 +1,5 @@
 """The compute devices of this host, found without torch."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

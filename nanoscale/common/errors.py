@@ -1,7 +1,5 @@
 """Errors that the user can fix: shown as a whole, exit code 2, no traceback."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """JSON from files that others may have written."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Object storage by address, such as s3://bucket/prefix, through fsspec, which is imported when it is used."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Durations, times, sizes and numbers as texts: `13 ms`, `4.2 h`, `348 MiB`, `1,460 GiB`, `2 steps`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The versions of a job's packages, and the installation of missing ones; none of them is imported."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import platform

@@ -1,7 +1,5 @@
 """The input of a forward pass: tokens, their targets, and the borders of documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self

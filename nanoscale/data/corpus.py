@@ -7,8 +7,6 @@ The first process that needs it prepares it once, as `prepare.preparation` does,
     stdlib-….part/                            unfinished work, also of a killed process
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

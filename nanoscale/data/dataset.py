@@ -1,7 +1,5 @@
 """Opening the data of a configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import shlex

@@ -1,7 +1,5 @@
 """A description of token files: the content of `nanoscale data inspect`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress

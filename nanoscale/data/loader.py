@@ -1,7 +1,5 @@
 """Batches of samples: the tokens of each rank and step, of one source or of a data mixture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The samples of texts that are prepared beside the training (`prepare.by_parts`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path

@@ -9,8 +9,6 @@ Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3. The round function is t
 Steele, D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples: windows of a stream of tokens on disk, packed whole documents, or random tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

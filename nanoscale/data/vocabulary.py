@@ -1,7 +1,5 @@
 """The tokenizer of a run as the files next to the weights of a Hugging Face model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 `python -m nanoscale.generate.check_tasks < question.json` prints what is wrong, or the metrics of the tasks.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import redirect_stdout

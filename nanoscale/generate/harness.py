@@ -4,8 +4,6 @@
 through a class that is created only if the library is installed.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A file of prompts. Imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

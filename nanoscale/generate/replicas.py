@@ -1,7 +1,5 @@
 """Batches of work for a model, on one device or on a copy of it for each device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

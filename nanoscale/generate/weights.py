@@ -3,8 +3,6 @@
 A model over several devices of this machine has consecutive blocks on each of them.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Generation: tokens one after another, returned as text as soon as it is certain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """A request: the overrides and options of a command, checked against the machines."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path

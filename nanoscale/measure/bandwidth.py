@@ -6,8 +6,6 @@ message's time is the lower quartile: other jobs on two hosts lengthen many of i
 All ranks take the same decisions, on gathered numbers, so no rank waits for one that has stopped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

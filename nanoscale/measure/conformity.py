@@ -5,8 +5,6 @@ from their checkpoint. Then one process trains the same steps, resumes from this
 of them.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ rows with separate documents, and an exported folder with the folder that was re
 when the row is complete, so a rank that fails ends its own row alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

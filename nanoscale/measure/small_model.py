@@ -5,8 +5,6 @@ request is the `type`, its config.json as `document` or null for the usual one, 
 answer, the last line, is the `problem` or null with the number of `parameters` and the version of transformers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ The first steps warm up, the next are timed while nothing else runs, and the las
 them slower: recorded parts are given as shares, and the timed steps are the result.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The time of a small model's step on this machine's CPU: `python -m nanoscale.measure.this_cpu CONFIG`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The figures of all ranks become metrics of a logged step, and what is wrong with a GPU becomes a sentence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Speed and memory of the training between two logged steps."""
 
-from __future__ import annotations
-
 import resource
 import time
 from contextlib import suppress

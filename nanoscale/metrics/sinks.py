@@ -1,7 +1,5 @@
 """The outputs of a run's metrics: metrics.jsonl always, others if requested."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

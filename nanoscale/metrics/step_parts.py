@@ -1,7 +1,5 @@
 """The parts of a training step as a table; `metrics.trace.StepParts` defines each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ the loop the step and its data. So it works for every backend and layout, also w
 measured code needs no changes.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import Counter

@@ -4,8 +4,6 @@ A tracker has one run of its own for all attempts of a run here; trackers.json k
 step that it has received. It works in a thread: a slow or failing tracker delays no training and ends none.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The time for which this rank waits for others, or for a core, within its steps, on a CPU."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

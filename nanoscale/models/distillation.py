@@ -5,8 +5,6 @@ probabilities are divided by their sum over the k tokens, and the student's are 
 Top-K distillation of Anshumann et al. 2025, arXiv:2503.16870, who also measure its bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

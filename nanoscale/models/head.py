@@ -6,8 +6,6 @@ arXiv:2410.10989, section 3.2); the vocabulary shards follow Shoeybi et al. 2019
 arXiv:1909.08053, section 3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

@@ -5,8 +5,6 @@ transformers asks two functions by a name: one makes the mask of a kind of layer
 other attends. Our mask is the span of documents with the layers' window.
 """
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any
 

@@ -4,8 +4,6 @@ transformers' layers call functions of their files, and hand on what else the tr
 argument `seq_idx`, which holds the documents as `Rows`, our function runs in the place of theirs.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

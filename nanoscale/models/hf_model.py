@@ -9,8 +9,6 @@ frequencies and the like) are computed for real, and again after every operation
 or rounded them.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

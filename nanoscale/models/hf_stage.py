@@ -4,8 +4,6 @@ transformers' own code runs on every stage, with the blocks of other stages empt
 that the stage received, and the first block behind the stage's own ends the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple, NoReturn

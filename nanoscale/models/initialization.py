@@ -5,8 +5,6 @@ and then cut to the rank's shard. No seed checkpoint and no communication is nee
 one whole parameter beyond its shards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

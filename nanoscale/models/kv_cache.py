@@ -4,8 +4,6 @@ The model itself is unchanged: a cache replaces the core of its attention, its p
 blocks, as context parallelism does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast

@@ -7,8 +7,6 @@ norms of V are constants in the backward pass. Liu et al. 2024, arXiv:2402.09353
 Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`, m `[out]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ It is trained like a model of transformers: whole blocks are found, and sharded,
 one. They are the modules of the classes that `_no_split_modules` of the model names, or its longest list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ Sources: DPO, Rafailov et al. 2023, arXiv:2305.18290, eq. 7; ORPO, Hong et al. 2
 7; KTO, Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

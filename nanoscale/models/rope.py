@@ -3,8 +3,6 @@
 Source: Su et al. 2021, arXiv:2104.09864, eq. 15. Angles need at least fp32 to tell far positions apart.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The log messages of torchao's import."""
 
-from __future__ import annotations
-
 import logging
 
 

@@ -4,8 +4,6 @@ Shapes: batch, seq, hidden; heads, kv_heads, head_dim. Nothing here knows of ran
 from outside, by parameter and module name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

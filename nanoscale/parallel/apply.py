@@ -1,7 +1,5 @@
 """The parallelization of a stage of the model; read it from top to bottom."""
 
-from __future__ import annotations
-
 from torch.distributed import ProcessGroup
 
 from nanoscale.config.layout import is_replicated

@@ -12,8 +12,6 @@ compilation in all or in none of them. Every new shape (a shorter batch in
 an evaluation, a prompt) and the switch between training and evaluation compile again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -10,8 +10,6 @@ returns `[batch, heads, seq, head_dim]`, causal over the whole sequence. The res
 tokens and needs only their `positions`. Documents may end anywhere in the whole sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

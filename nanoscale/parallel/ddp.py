@@ -4,8 +4,6 @@ Gradients are sent as in DistributedDataParallel: in buckets, during the backwar
 model's forward, and copies gradients into its buckets and out again; here the received sum is the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial

@@ -22,8 +22,6 @@ With `zero.offload_param=cpu` shards, their gradients and the optimizer are in h
 copied to the device before it is gathered, and its reduced gradient back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

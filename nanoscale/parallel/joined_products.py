@@ -4,8 +4,6 @@ The gradient of the input of q, k and v is Σ dYᵢ Wᵢ = [dY₁ dY₂ dY₃] [
 the product that computes its input, and not during a sum of products.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

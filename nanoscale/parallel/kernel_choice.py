@@ -4,8 +4,6 @@ They are set for the whole process, before anything is compiled: a choice within
 it, and autograd's threads would not see it.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

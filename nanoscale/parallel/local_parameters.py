@@ -4,8 +4,6 @@ A parameter is a DTensor for its owners: FSDP2, the optimizer, checkpoints. A mo
 shard in its place, so that no operation on activations goes through DTensor.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The ranks arranged in the axes of the layout: tp varies fastest, then cp, then dp, then pp."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

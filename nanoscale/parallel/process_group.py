@@ -1,7 +1,5 @@
 """The process group of all ranks, and the few collectives on Python objects outside of steps."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Source: Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3; the divi
 the blocks is Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

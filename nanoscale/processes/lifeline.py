@@ -5,8 +5,6 @@ are in a cgroup of the job (version 2) if the system has delegated one, as in a 
 own or under `systemd-run --user --scope -p Delegate=yes`.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -5,8 +5,6 @@ thread, little memory and little time, and there is a limit of their number. Ano
 from the address with the most, so a flood from elsewhere keeps no trusted client out.
 """
 
-from __future__ import annotations
-
 import selectors
 import socket
 import time

@@ -10,8 +10,6 @@ the launcher has proved itself by another HMAC of both, the agent sends its desc
 JSON.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

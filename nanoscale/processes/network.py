@@ -1,7 +1,5 @@
 """This host's names, addresses and ports, as other hosts of a job see them."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

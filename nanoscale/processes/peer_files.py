@@ -4,8 +4,6 @@ Both ends prove that they know the job's key, by the handshake of `messages`. Th
 four bytes of length, JSON, and the bytes that a write carries. Each request is answered in the same form.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

@@ -4,8 +4,6 @@ The processes ignore Ctrl-C, which the parent handles. They end with the context
 it ends.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import queue

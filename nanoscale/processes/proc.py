@@ -1,7 +1,5 @@
 """Processes and memory as Linux shows them in /proc, and settings of a process: cores, memory, open files."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -3,8 +3,6 @@
 A process holds a flock on a file in its folder. The semaphores of multiprocessing carry the folder's name.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -4,8 +4,6 @@ The tags are the key run.tags of its configuration, until tags.json replaces the
 rename that takes its name away, so that no half-deleted folder is mistaken for a run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

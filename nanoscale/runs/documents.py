@@ -1,7 +1,5 @@
 """JSON files of a run directory, read into their types: a damaged one is a UserError that names it."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import MISSING, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """The file events.jsonl: the events of a run, one line each, from the launcher, the agent and rank 0."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ comes. Of two renames of one file the file system performs one, so there is no m
 act, and no need for locks, which some shared file systems lack.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -3,8 +3,6 @@
 It follows from events.jsonl and metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import suppress

@@ -4,8 +4,6 @@ The launcher sends a `LaunchOrder` to each host. Its agent answers with `Failing
 failed, with `Answered` to a question for positions, and at last with `Ended`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """Files of one JSON object per line, to which one process appends while others read."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Checkpoints in memory, as ranks, agents and the launcher know them. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -3,8 +3,6 @@
 Predictions are compared with the steady steps, after the warm-up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import median
 

@@ -4,8 +4,6 @@ Process groups count their collectives themselves, with gloo and NCCL alike, so 
 A thread of the rank answers while the rank's main thread waits or hangs.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import re

@@ -1,7 +1,5 @@
 """The context of a rank's job: its identity, its run and the flag to stop."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file slurm.json: the job of a run in SLURM or another batch system."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Readers of a file that grows."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

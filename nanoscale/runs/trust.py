@@ -6,8 +6,6 @@ in config.yaml later does not match the signature. A folder may be moved, and is
 that shares the user's home.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

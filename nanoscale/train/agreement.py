@@ -1,7 +1,5 @@
 """The agreement of all ranks on a step at which to stop, to save because of the time, or to wait for data."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """Evaluation of a checkpoint on validation data: the job of `nanoscale eval`, which changes nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

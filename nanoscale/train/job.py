@@ -1,7 +1,5 @@
 """The training job of a rank, from joining the process group to leaving it."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """Statistics of each layer at one step: norms of weights and gradients, sizes of activations and of attention
 scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

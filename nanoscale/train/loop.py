@@ -1,7 +1,5 @@
 """The training loop: read it from top to bottom."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Sequence

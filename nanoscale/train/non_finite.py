@@ -1,8 +1,6 @@
 """The cause of a loss or a gradient that is not finite: the steps since the last checkpoint once more, with
 checks of every module."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

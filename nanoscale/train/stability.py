@@ -1,7 +1,5 @@
 """Detection of a diverged training, and of a loss that jumps."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Ranks and hosts that arrive late at the collectives of every step show in each rank's time without waiting.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ weights.
 `teacher/index.npz` has the keys of the records' samples, in their order.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 from collections.abc import Iterator

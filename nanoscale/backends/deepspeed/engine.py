@@ -1,7 +1,5 @@
 """The DeepSpeed backend: the same model, data, optimizer and loss scale, driven by DeepSpeed's engine."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Loading DeepSpeed for the right device."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from contextlib import suppress

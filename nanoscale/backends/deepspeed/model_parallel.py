@@ -4,8 +4,6 @@ One layer of its PipelineModule is a whole stage of ours. Its own layers split m
 then by row; embedding, norms and head stay whole on every rank, as in DeepSpeed's AutoTP.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any

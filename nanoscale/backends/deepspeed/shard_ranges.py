@@ -9,8 +9,6 @@
 From stage 1 on these are fp32 master weights, and the model computes with copies in another dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

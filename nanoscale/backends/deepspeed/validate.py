@@ -5,8 +5,6 @@
 torch itself.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

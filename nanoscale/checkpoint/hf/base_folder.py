@@ -4,8 +4,6 @@ It is needed if it holds more than the trained model: the towers of a wrapper, l
 tokens, or anything else that is not trained (`model.kept_tensors`).
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator

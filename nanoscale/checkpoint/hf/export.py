@@ -3,8 +3,6 @@
 The folder is written next to its destination and renamed to it when all of it is on disk.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -6,8 +6,6 @@ process of its own: the launcher calls it, since it never imports torch itself. 
 it is one `of` the files or of the model, and the numbers of `parameters` and of `kept_tensors`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

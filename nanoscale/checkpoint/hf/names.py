@@ -12,8 +12,6 @@
 Rotary pairs are (i, i + head_dim / 2) on both sides.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

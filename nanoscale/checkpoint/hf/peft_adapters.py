@@ -4,8 +4,6 @@ Where Hugging Face's matrix joins several of ours (Phi-3, GLM-4, GPT-2), their a
 rank: the matrices A below each other, and the matrices B in blocks along the diagonal.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from typing import Any

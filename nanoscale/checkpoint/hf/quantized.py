@@ -3,8 +3,6 @@
 `config.hf.quantized_files` describes the formats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

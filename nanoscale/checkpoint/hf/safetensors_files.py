@@ -3,8 +3,6 @@
 `config.hf.safetensors_headers` describes the format.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

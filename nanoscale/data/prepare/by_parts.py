@@ -10,8 +10,6 @@ the settings, not from interruptions. A part that was interrupted is prepared ag
 records; later parts leave them out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -4,8 +4,6 @@ This module does not parse records: workers do. The borders of chunks follow fro
 reader that starts at a border, and every document is tokenized alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tokenizing chunks of text, in this process or in a pool."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

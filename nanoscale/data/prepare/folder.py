@@ -7,8 +7,6 @@ A commit makes the tokens durable and then replaces progress.json, which holds t
 written after the last commit are cut off when the work resumes.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

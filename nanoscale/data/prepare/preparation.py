@@ -1,7 +1,5 @@
 """Preparing a folder of tokens from a request."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import signal

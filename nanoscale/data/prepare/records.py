@@ -3,8 +3,6 @@
 Records of preferences have a chosen and a rejected answer to the same question, or a good or bad one.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

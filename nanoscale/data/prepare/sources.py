@@ -1,7 +1,5 @@
 """Sources of text: files, given by name, folder or pattern, and Hugging Face datasets."""
 
-from __future__ import annotations
-
 import atexit
 import codecs
 import glob

@@ -1,7 +1,5 @@
 """Tokens on disk, in documents, mapped and checked when opened (`config.token_formats`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ symbols. A model that gives other ids is refused.
 Source: Kudo and Richardson 2018, arXiv:1808.06226; the fields are from sentencepiece_model.proto.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

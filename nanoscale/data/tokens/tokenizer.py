@@ -1,7 +1,5 @@
 """Tokenizers: text to token ids and back."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

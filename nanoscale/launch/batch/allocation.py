@@ -1,7 +1,5 @@
 """The nodes of a job of a batch system: the requested ones, and the allocated ones."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The jobs of runs in batch systems, as far as they are known here."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """SLURM: its commands, and its part of a batch script."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence

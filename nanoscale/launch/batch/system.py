@@ -1,7 +1,5 @@
 """The interface to a batch system: five functions, and the texts of a batch script."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

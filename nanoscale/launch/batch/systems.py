@@ -3,8 +3,6 @@
 Sources: the manuals of OpenPBS (qsub, qstat, qsig) and of IBM Spectrum LSF 10.1 (bsub, bjobs, bkill).
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes that this machine runs for a job, and their certain end."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -5,8 +5,6 @@ line, accepts zero slots, and runs on this machine alone if the file is missing;
 error, and all errors of a file are shown together.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 The first process of each host serves as its agent, and the very first one is the launcher as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """One attempt of a run: the execution of its ranks, the user's signals, and its outcome."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ They are compared with another run or an earlier bench, or with the same job on 
 hosts.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The plan of a launch: command line and environment of each host's agent, and every rank's coordinates."""
 
-from __future__ import annotations
-
 import os
 import socket
 import zlib

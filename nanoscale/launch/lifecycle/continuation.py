@@ -1,7 +1,5 @@
 """The conditions under which a run continues: the same run, from a checkpoint, and not complete."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Sequence

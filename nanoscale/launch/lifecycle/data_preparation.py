@@ -1,7 +1,5 @@
 """The process that prepares the rest of a training's texts, beside the launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

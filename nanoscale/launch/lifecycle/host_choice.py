@@ -1,7 +1,5 @@
 """The hosts of an elastic job's attempts: which ones are used, are left out, or would let the plan gain."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

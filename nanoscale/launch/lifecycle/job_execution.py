@@ -1,7 +1,5 @@
 """The execution of a job on its hosts, of a run's attempt or of a one-shot job: one state machine for both."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

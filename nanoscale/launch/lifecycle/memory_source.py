@@ -1,7 +1,5 @@
 """The launcher's part in checkpoints in memory: the state to continue from, and who keeps whose copies."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict

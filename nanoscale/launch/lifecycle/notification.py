@@ -1,7 +1,5 @@
 """Notifications: each change of a run's state, posted to an address of the user."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Preparing a run directory for a launch from a checked configuration."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import socket

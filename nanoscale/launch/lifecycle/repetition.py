@@ -1,7 +1,5 @@
 """A replay: steps of a run once more, as a run of its own that begins with a checkpoint from before them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

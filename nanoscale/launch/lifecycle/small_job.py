@@ -1,7 +1,5 @@
 """The comparison of a job's layout with one process: two one-shot jobs on the CPUs of this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Asking a run to save and stop, wherever its launcher is."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

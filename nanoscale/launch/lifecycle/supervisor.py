@@ -1,7 +1,5 @@
 """A run from its first attempt through its restarts, until all of its processes have ended."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

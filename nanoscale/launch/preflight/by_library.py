@@ -1,7 +1,5 @@
 """Checks before anything is written of initial weights, also of another run, and of settings, by libraries."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

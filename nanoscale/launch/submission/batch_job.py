@@ -1,7 +1,5 @@
 """Runs that are prepared here and launched by a job of a batch system."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -4,8 +4,6 @@ Each pod or node is a host, whose one process has the ranks of its GPUs (`launch
 JobSet, version v1alpha2 (https://jobset.sigs.k8s.io), and SkyPilot's task YAML (https://docs.skypilot.co).
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import PurePosixPath

@@ -1,7 +1,5 @@
 """Run by a batch script whose job was stopped by its time limit: submit the script again."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

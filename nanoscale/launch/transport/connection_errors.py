@@ -1,7 +1,5 @@
 """Diagnosis of an unreachable agent from the output of its connection."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

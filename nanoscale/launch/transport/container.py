@@ -1,7 +1,5 @@
 """The image that agents and ranks run in: `launcher.container`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

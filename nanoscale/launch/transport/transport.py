@@ -1,7 +1,5 @@
 """Transports: how the agents of hosts are started, one small class for each launcher."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

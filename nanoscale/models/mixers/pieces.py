@@ -6,8 +6,6 @@ with the sequence. The delta rule computes A as further columns of the state. A 
 inputs of all pieces. A document that begins in a piece has nothing from before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

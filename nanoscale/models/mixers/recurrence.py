@@ -7,8 +7,6 @@ arXiv:2412.06464), with one decay for each head, or one for each channel of its 
 arXiv:2510.26692).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """The short causal convolution of each channel before a recurrence, within documents."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
