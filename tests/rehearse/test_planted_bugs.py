@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanoscale.backends import gradients, native
+from nanoscale.backends import gradients
+from nanoscale.backends import optimizer as optimizers
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
@@ -206,7 +207,7 @@ BUGS = {
         SHARDED,
     ),
     "a parameter in no optimizer": Bug(
-        after(native, "make_optimizer", lambda _, optimizer, *__: _without_last(optimizer)),
+        after(optimizers, "make_optimizer", lambda _, optimizer, *__: _without_last(optimizer)),
         "no optimizer updates",
         SHARDED,
     ),
