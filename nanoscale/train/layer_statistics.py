@@ -82,9 +82,7 @@ class LayerStatistics:
             if weight or gradient:  # else the model has no such module
                 found[name] = {key: it if math.isfinite(it) else None for key, it in values.items()}
         if rank == 0:
-            fence.require(workspace)
-            statistics = RunDirectory(workspace.parents[1]).statistics
-            jsonlines.append(statistics, {"step": step, "modules": found})
+            _append(workspace, {"step": step, "modules": found})
 
     @torch.no_grad()
     def _read_parameters(self) -> None:
@@ -129,3 +127,8 @@ class LayerStatistics:
         q, k, _v, mask = inputs
         largest = largest_scores(q, k, mask).max()
         self._maxima[row, SCORE] = torch.maximum(self._maxima[row, SCORE], largest)
+
+
+def _append(workspace: Path, record: dict[str, Any]) -> None:  # a rehearsal replaces it
+    fence.require(workspace)
+    jsonlines.append(RunDirectory(workspace.parents[1]).statistics, record)

@@ -1,18 +1,22 @@
 """The output of `nanoscale config` and `nanoscale recipes`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import counted
-from nanoscale.config.composing.library import Option
 from nanoscale.config.reference import declared, value_of
-from nanoscale.config.schema import Config
 from nanoscale.config.training_phases import lr_factor, phase_at
-from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import shown
 from nanoscale.view.blocks import Table, show_table
 from nanoscale.view.charts import curve_line
+
+if TYPE_CHECKING:
+    from nanoscale.config.composing.library import Option
+    from nanoscale.config.schema import Config
+    from nanoscale.config.values.provenance import Composed
 
 
 def explained(name: str, composed: Composed, here: Config | None) -> dict[str, Any]:
