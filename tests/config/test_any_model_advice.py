@@ -24,7 +24,7 @@ LAWS = {
     "parallel.ep=2": "parallel.ep=1",
     "parallel.activation_checkpointing=sqrt": "",
     "precision=fp8": "precision=bf16",
-    "lora.rank=2": "lora.rank=0",
+    "lora.rank=2 parallel.tp=2": "lora.rank=0",
 }
 """The typed overrides, and the overrides that must be advised, if it matters."""
 
