@@ -33,7 +33,7 @@ A number is the largest relative difference of losses, gradients and metrics fro
 layout's checkpoint resumed in one process. *export*: logits of the exported folder in transformers; names, dtypes and bytes of
 its tensors are equal to the folder that was read. Differences near 1e-7 come from parts that transformers computes in fp32,
 such as norms, and rotary angles in *export*. A note says why a layout is refused (r), differs (d) or fails (f).
-`make model-cards` makes the cards that are missing, about one a minute, and writes this page.
+`make model-cards` makes the cards that are missing, two or three a minute, and writes this page.
 """  # noqa: E501
 
 
