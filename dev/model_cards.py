@@ -10,6 +10,7 @@ The cards are kept in docs/model-cards.json, with their dates and versions.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,8 +70,12 @@ def card(family: str) -> dict[str, Any]:
 
 
 def save(cards: dict[str, Any]) -> None:
+    """Write the cards, without this machine's name and folders in their messages, and the page."""
     lines = ",\n".join(f"{json.dumps(it)}: {json.dumps(cards[it])}" for it in sorted(cards))
+    lines = re.sub(r"rank \d+ on \S+ failed: ", "a rank failed: ", lines)
+    lines = re.sub(r"[^ ]*/nanoscale-card-\w+/\w+/checkpoints/", "", lines)
     CARDS.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    cards = json.loads(CARDS.read_text(encoding="utf-8"))
     PAGE.write_text("\n".join(page(cards)) + "\n", encoding="utf-8")
 
 
@@ -82,10 +87,11 @@ def page(cards: dict[str, Any]) -> Iterator[str]:
         return
     rows = list(next(iter(made.values()))["rows"])
     dates = sorted({it["date"] for it in made.values()})
+    when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
     versions = {it: made[max(made, key=lambda name: made[name]["date"])]["versions"][it]
         for it in ("nanoscale", "torch", "transformers")}  # fmt: skip
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield f"{len(made)} types, made from {dates[0]} to {dates[-1]} with {named}.\n"
+    yield f"{len(made)} types, made {when} with {named}.\n"
     yield f"| type | parameters | {' | '.join(rows)} |"
     yield "|---" * (len(rows) + 2) + "|"
     notes: dict[str, int] = {}
