@@ -15,7 +15,6 @@ from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
-from nanoscale.config.objectives import is_distilled, is_of_answers, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
@@ -151,7 +150,7 @@ class Engine(ABC):
         """Return the share of the samples of answers since the last call with a positive margin, and the mean
         margin; of labels the share that is predicted. With other objectives nothing. Every rank calls it."""
         has_classes = self.config.train.objective == "classify"
-        if not has_classes and not is_of_answers(self.config.train):
+        if not has_classes and not self.config.train.is_of_answers:
             return {}
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
@@ -218,7 +217,7 @@ class Engine(ABC):
             if references is None:
                 count += (targets != IGNORED).sum()
             elif self.coordinates.cp == 0:
-                count += rows // rows_of_sample(self.config.train)
+                count += rows // self.config.train.rows_of_sample
         self._after_forward()
         return loss_sum.item(), int(count.item())
 
@@ -356,7 +355,7 @@ class Engine(ABC):
             rows = sum(batch.inputs.size for batch in micro_batches)
             return rows * self.config.parallel.dp
         parallel = self.config.parallel
-        rows_each = rows_of_sample(self.config.train)
+        rows_each = self.config.train.rows_of_sample
         count = sum(batch.counted(rows_each) for batch in micro_batches)
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
         total = self._to_device(torch.tensor(count, dtype=torch.float64))
@@ -408,9 +407,9 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     objective = None
     train, distillation = config.train, None
-    if is_of_answers(train):
+    if train.is_of_answers:
         objective = Objective(train)
-    if is_distilled(train):
+    if train.is_distilled:
         distillation = Distillation(train.distill_weight, train.distill_temperature)
     token_losses = function(config, "loss") if config.train.objective == "hooks" else None
     parallel = config.parallel

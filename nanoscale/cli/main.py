@@ -241,7 +241,6 @@ def _parameters(context: typer.Context | None) -> Sequence[Any]:
 def _unknown_option(
     option: str, arguments: Sequence[str], context: typer.Context | None
 ) -> Violation:
-
     value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
     if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
         advice = f"nanoscale config from {shlex.quote(value)}"

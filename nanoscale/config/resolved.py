@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.objectives import has_whole_documents, is_masked
 from nanoscale.config.reference import flat, value_of
 from nanoscale.config.schema import Checkpoint, Config, Parallel, Train
 from nanoscale.config.violations import shown
@@ -78,7 +77,7 @@ class ResolvedConfig(Config):
         """True if each token of a step has a loss."""
         data = self.data
         has_marks = data.document_mask or data.loss_on == "answers" or data.source == "hooks"
-        return not (has_marks or has_whole_documents(self.train) or is_masked(self.train))
+        return not (has_marks or self.train.has_whole_documents or self.train.is_masked)
 
 
 def resolved(config: Config) -> ResolvedConfig:

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nanoscale.config.objectives import ANSWERS, EVALUATED, PAIRED
+
 
 def key(
     default: Any,
@@ -1355,6 +1357,46 @@ class Train:
         0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0
     )
     labels: int | None = key(None, "classify: the number of classes", at_least=2)
+
+    @property
+    def is_paired(self) -> bool:
+        """True if samples are pairs of rows."""
+        return self.objective in PAIRED
+
+    @property
+    def is_of_answers(self) -> bool:
+        """True if the loss is of whole answers: of pairs, or of good and bad ones."""
+        return self.objective in ANSWERS
+
+    @property
+    def has_whole_documents(self) -> bool:
+        """True if each document has a row of its own."""
+        return self.is_of_answers or self.objective == "classify"
+
+    @property
+    def rows_of_sample(self) -> int:
+        """The rows of a batch that belong together."""
+        return 2 if self.is_paired else 1
+
+    @property
+    def is_masked(self) -> bool:
+        """True if hidden tokens are predicted from both sides."""
+        return self.objective == "masked"
+
+    @property
+    def is_distilled(self) -> bool:
+        """True if tokens have the most likely tokens of a teacher in addition to their targets."""
+        return self.objective == "distill"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss compares with the likelihoods by the initial weights."""
+        return self.objective in ("dpo", "kto")
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """The metrics of every evaluation, without metrics of tasks."""
+        return ("eval_loss", *EVALUATED.get(self.objective, ()))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.json_text import parse
-from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.schema import Config, Data, DataSource, Train
 from nanoscale.config.token_formats import (
     FORMATS,
@@ -149,7 +148,7 @@ def times_seen(config: Config) -> float | None:
         samples = max(1, first * prepared["bytes"] // prepared["read"])
     if samples is None or train.steps is None:
         return None
-    return samples_after(train, train.steps) / (samples * rows_of_sample(train))
+    return samples_after(train, train.steps) / (samples * train.rows_of_sample)
 
 
 def row_tokens(config: Config) -> float | None:
@@ -182,7 +181,7 @@ def training_samples(data: Data, train: Train) -> int | None:
 
 
 def _form(data: Data, train: Train) -> str:
-    form = "pairs" if is_paired(train) else data.packing
+    form = "pairs" if train.is_paired else data.packing
     return train.objective if train.objective in ("classify", "kto") else form
 
 

@@ -10,13 +10,6 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import (
-    has_whole_documents,
-    is_masked,
-    is_of_answers,
-    is_paired,
-    rows_of_sample,
-)
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import (
     MANIFEST,
@@ -168,7 +161,7 @@ class _Opener:
             )
             for split, count in ((0, token_samples.ENDLESS), (1, token_samples.HELD_OUT))
         ]
-        if is_masked(train):
+        if train.is_masked:
             tokens = [token_samples.Masked(samples, train, vocab) for samples in tokens]
         loaders = [Loader(samples, train.seed) for samples in tokens]
         valid = (Validation("", 1.0, loaders[1]),)
@@ -265,7 +258,7 @@ class _Opener:
         held_out_share = self.data.valid_fraction if valid_tokens is None else 0.0
         training, held_out = split_tokens(tokens, held_out_share)
         form = self._form(source.path, tokens)
-        if is_paired(self.train) and len(tokens) % 2:
+        if self.train.is_paired and len(tokens) % 2:
             message = f"holds {len(tokens)} documents, which are not pairs of a chosen and a rejected answer"
             violation = Violation(f"{source.key}.path", source.path, "", message)
             raise UserError("data", f"{tokens.path} {message}", [violation])
@@ -281,7 +274,7 @@ class _Opener:
         description += f", {len(valid):,} for validation" if valid else ", none for validation"
         if loader.has_answers and (left_out := loader.answers.left_out):
             why = "too long for train.seq_len, or no answer"
-            sample = "pair" if is_paired(self.train) else "answer"
+            sample = "pair" if self.train.is_paired else "answer"
             description += f"; {counted(left_out, sample)} left out: {why}"
         if loader.cut:
             description += f"; {counted(loader.cut, 'text')} cut to train.seq_len"
@@ -300,9 +293,9 @@ class _Opener:
             prefix = Path(path).expanduser()
             if path == data.path or answers_of(prefix).is_file():
                 answers = open_answers(prefix, tokens)
-        packing = "answers" if is_of_answers(self.train) else data.packing
-        masked = self.train if is_masked(self.train) else None
-        labels, rows = self.train.labels or 0, rows_of_sample(self.train)
+        packing = "answers" if self.train.is_of_answers else data.packing
+        masked = self.train if self.train.is_masked else None
+        labels, rows = self.train.labels or 0, self.train.rows_of_sample
         return Form(packing, data.document_mask, answers, masked, labels, rows)
 
     def _loader(self, tokens: TokenFile, split: token_samples.Split, form: Form) -> Loader:
@@ -312,7 +305,7 @@ class _Opener:
     @property
     def _least_tokens(self) -> int:
         """A split needs more tokens than this for a sample."""
-        is_stream = self.data.packing == "stream" and not has_whole_documents(self.train)
+        is_stream = self.data.packing == "stream" and not self.train.has_whole_documents
         return self.train.seq_len if is_stream else 1
 
     def _valid_loader(
@@ -352,7 +345,7 @@ class _Opener:
         differences = ["whole documents packed"] if data.packing == "whole" else []
         differences += ["attention within documents"] if data.document_mask else []
         differences += ["loss on answers"] if data.loss_on == "answers" else []
-        differences += ["pairs"] if is_paired(self.train) else []
+        differences += ["pairs"] if self.train.is_paired else []
         differences += ["rated answers"] if self.train.objective == "kto" else []
         if not data.mixture:
             (only,) = sources
@@ -361,7 +354,7 @@ class _Opener:
             description = ", ".join([only.description, *differences])
             return Dataset(tokenizer, only.train, valid, fingerprint, description)
         weights = {it.name: it.weight for it in sources}
-        phases, rows = phases_of(self.train), rows_of_sample(self.train)
+        phases, rows = phases_of(self.train), self.train.rows_of_sample
         by_name = [phase.weights or weights for phase in phases]
         changes = [
             (phase.first_sample // rows, [set_weights.get(name, 0.0) for name in weights])

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.common.errors import UserError
-from nanoscale.config.objectives import is_distilled, is_masked, is_of_answers, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.translation.miniature import SAVED, STEPS
 from nanoscale.config.values.hooks import function
@@ -334,14 +333,14 @@ def small_data(config: ResolvedConfig) -> Dataset:
     if config.data.source == "hooks":
         own = function(config, "data")
         return open_data(config.data, config.train, config.model.vocab, own)
-    kind = SmallAnswers if is_of_answers(config.train) else SmallSamples
+    kind = SmallAnswers if config.train.is_of_answers else SmallSamples
     train, valid = (Loader(kind(config, split), config.train.seed) for split in (0, 1))
     return Dataset(None, train, (Validation("", 1.0, valid),), "", "random samples")
 
 
 def _epoch(config: ResolvedConfig) -> int:
     """Return the number of random samples, of which the steps train two epochs and a few more."""
-    return 2 * config.train.global_batch // rows_of_sample(config.train) - 1
+    return 2 * config.train.global_batch // config.train.rows_of_sample - 1
 
 
 class SmallSamples:
@@ -349,13 +348,13 @@ class SmallSamples:
 
     def __init__(self, config: ResolvedConfig, split: int) -> None:
         train, vocab = config.train, config.model.vocab
-        self.rows = rows_of_sample(train)
+        self.rows = train.rows_of_sample
         self._config, self._split = config, split
         self.read: list[int] = []
         self._random: Samples = RandomSamples(
             split, ENDLESS, train.seq_len, train.seed, vocab, train.labels
         )
-        if is_masked(train):
+        if train.is_masked:
             self._random = Masked(self._random, train, vocab)
 
     def __len__(self) -> int:
@@ -369,7 +368,7 @@ class SmallSamples:
         batch, documents, references = self._random.batch(numbers), None, None
         inputs, targets = batch.inputs, batch.targets.copy()
         dice = [np.random.default_rng([train.seed, number]) for number in numbers]
-        if not config.every_token_counts and train.labels is None and not is_masked(train):
+        if not config.every_token_counts and train.labels is None and not train.is_masked:
             position = np.arange(train.seq_len)
             if config.data.document_mask or config.data.packing == "whole":
                 borders = [each.integers(2, train.seq_len - 1, 2) for each in dice]
@@ -377,9 +376,9 @@ class SmallSamples:
                 targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
             lengths = np.array([each.integers(3, train.seq_len + 1) for each in dice])
             targets[position >= lengths[:, None]] = IGNORED
-        if is_of_answers(train):
+        if train.is_of_answers:
             return self._answers(Batch(inputs, targets), dice)
-        if is_distilled(train) and self._split == 0:
+        if train.is_distilled and self._split == 0:
             likely = [_likely_tokens(each, inputs.shape[1], config) for each in dice]
             references = np.array(likely)
         return Batch(inputs, targets, documents, references)

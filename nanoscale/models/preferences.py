@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.schema import Train
 from nanoscale.data.batch import IGNORED
 
@@ -72,7 +71,7 @@ class Objective:
 
     def __init__(self, train: Train) -> None:
         self._loss, self._train = OBJECTIVES[train.objective], train
-        self._rows = rows_of_sample(train)
+        self._rows = train.rows_of_sample
         self.returns_likelihoods = False
         """True while the log-likelihood of each row is computed, in place of the loss."""
         self.baseline: Tensor | float = 0.0

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanoscale.config.layout import axis_of
-from nanoscale.config.objectives import is_distilled
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import compared_groups, mismatches
 from nanoscale.rehearse.played.record import RankRecord
@@ -84,7 +83,7 @@ def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: in
     middle = config.world_size - len(records)
     saves = bool(checkpoint.every or checkpoint.every_minutes or checkpoint.at_end)
     names = {
-        "the passes of the teacher": is_distilled(train),
+        "the passes of the teacher": train.is_distilled,
         "on_checkpoint() of hooks.path, if the file has it": saves and bool(config.hooks.path),
         "evaluation tasks": bool(train.eval_tasks and train.eval_every),
         "the writing of checkpoints by torch.distributed.checkpoint": saves,

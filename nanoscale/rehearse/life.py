@@ -21,7 +21,6 @@ from nanoscale.backends.optimizer import plain_tensors
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.layout import coordinates
-from nanoscale.config.objectives import needs_reference
 from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.samples import AnswerSamples
@@ -147,7 +146,7 @@ def _train(config: ResolvedConfig, world: World) -> None:
     run = Path(world.patches.enter_context(TemporaryDirectory(prefix="nanoscale-rehearse-")))
     # Set after the writer of checkpoints is made, which has no checkpoint for `on_checkpoint`.
     training.callbacks = make_callbacks(config, run, record.rank, engine)
-    if needs_reference(config.train):
+    if config.train.needs_reference:
         with world.during("reference"):
             teacher._likelihoods(engine, cast(AnswerSamples, samples))
     _watch_loop(training, samples, world)

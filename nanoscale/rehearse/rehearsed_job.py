@@ -19,7 +19,6 @@ from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.hf.safetensors_headers import Stored
-from nanoscale.config.objectives import is_distilled, is_of_answers, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Guard
 from nanoscale.data.batch import Batch
@@ -135,13 +134,13 @@ class EqualSamples:
             numbers = np.arange(config.train.seq_len) // length
             documents = np.broadcast_to(numbers, one.inputs.shape)
             one = Batch(one.inputs, one.targets, documents)
-        if is_of_answers(config.train):
+        if config.train.is_of_answers:
             one = replace(one, references=np.zeros((len(one), 2)))
-            self.rows = rows_of_sample(config.train)
+            self.rows = config.train.rows_of_sample
         if config.train.objective == "kto":
             one = replace(one, unmatched=one)
         self._valid = one
-        if is_distilled(config.train):
+        if config.train.is_distilled:
             shape = (*one.inputs.shape, config.train.distill_top_k, 2)
             one = replace(one, references=np.zeros(shape))
         self._dp = config.parallel.dp

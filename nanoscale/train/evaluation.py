@@ -12,7 +12,6 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
-from nanoscale.config.objectives import has_whole_documents
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED
@@ -62,7 +61,7 @@ def run(context: RankContext) -> str:
     results = [_evaluate(context, engine, split, task["samples"]) for split in data.valid]
     if context.rank == 0:
         for split, figures in zip(data.valid, results, strict=True):
-            tokenizer = None if has_whole_documents(config.train) else data.tokenizer
+            tokenizer = None if config.train.has_whole_documents else data.tokenizer
             samples = figures["samples"]
             figures["bytes"] = tokenizer and count_bytes(split.loader, samples, tokenizer)
         write_json(context.run.result, {"data": data.description, "parts": results})

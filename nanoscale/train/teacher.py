@@ -24,7 +24,6 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape
-from nanoscale.config.objectives import is_distilled, is_paired, needs_reference
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.schema import Backend, Lora, Optimizer, Zero
 from nanoscale.config.training_phases import samples_after
@@ -54,7 +53,7 @@ def set_teacher(
     Raises:
         UserError: the stored tokens are damaged, or of other data or of another teacher.
     """
-    if not is_distilled(config.train):
+    if not config.train.is_distilled:
         return
     assert not isinstance(data.train, Parts), "the rules refuse them"
     loaders = data.train.loaders if isinstance(data.train, Mixture) else [data.train]
@@ -174,7 +173,7 @@ def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: N
     Raises:
         UserError: the file is missing after the first step, or it is of other answers.
     """
-    if not needs_reference(engine.config.train):
+    if not engine.config.train.needs_reference:
         return
     every = data.answers()
     wrong = "is of other data: its answers are not those of this job"
@@ -186,7 +185,7 @@ def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: N
             raise UserError(
                 "data", f"{file} is missing: it holds what the initial weights gave to the answers"
             )
-        samples = "pairs" if is_paired(engine.config.train) else "answers"
+        samples = "pairs" if engine.config.train.is_paired else "answers"
         note("reference", f"the initial weights read {sum(map(len, every)):,} {samples} once")
         stored = np.concatenate([_likelihoods(engine, answers) for answers in every])
         if process_group.rank() == 0:

@@ -93,12 +93,6 @@ def ticks(low: float, high: float) -> list[float]:
     return [step * place for place in range(first, max(last, first + 1) + 1)]
 
 
-def whole_ticks(first: int, last: int) -> list[int]:
-    """Return round steps in the range."""
-    step = max(1, round(_round_step(last - first)))
-    return list(range(-(-first // step) * step, last + 1, step))
-
-
 def decades(low: float, high: float) -> list[float]:
     """Return powers of ten around the range, and if there are few, also their multiples by 2 and 5."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -164,7 +158,8 @@ def curves(
     y = Axis(low, high, height - 24, 26, logarithmic)
 
     parts = [text(58, 15, name), *_horizontal_grid(x, y, marks)]
-    for step in whole_ticks(first, last):
+    every = max(1, round(_round_step(last - first)))
+    for step in range(-(-first // every) * every, last + 1, every):
         anchor = "end" if x.at(step) > width - 40 else "middle"
         parts.append(text(min(x.at(step), width - 4.0), height - 6, f"{step:,}", anchor))
     parts += [

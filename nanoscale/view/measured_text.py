@@ -7,7 +7,6 @@ from typing import Any
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.config.hardware.data_sheets import usual_mfu_text
-from nanoscale.config.objectives import has_whole_documents
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
@@ -176,7 +175,7 @@ def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
 
 def evaluation_document(config: ResolvedConfig, task: Document, figures: Document) -> Document:
     """Return the document of `eval --json`. Values that are not finite are null."""
-    of_texts = not has_whole_documents(config.train)
+    of_texts = not config.train.has_whole_documents
     measured = figures["parts"]
     parts, shares = [_source(part, of_texts) for part in measured], [it["share"] for it in measured]
     loss = sum(share * part["loss"] for share, part in zip(shares, parts, strict=True))

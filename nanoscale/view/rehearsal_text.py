@@ -52,8 +52,10 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
     yield Lines([f"  {line}" for line in advice(result, changes)])
     yield table(_RANKS, result["ranks"])
     yield _phases(worst)
+    points: Curve = [(at, size / GIB) for at, size in enumerate(worst["timeline"])]
+    title, axis = "GiB of tensors", "operation"
     yield Chart(
-        pictures=[memory_curve(worst["timeline"])],
+        pictures=[curves(title, [("", points)], from_zero=True, axis=axis, width=960, height=260)],
         title=f"memory of rank {worst['rank']} in the last step, operation by operation",
     )
     if result.get("time"):
@@ -177,14 +179,6 @@ def _phases(rank: Document) -> Table:
         rows.append((name, byte_size(phase["peak"]), bar, purposes))
     title = f"memory of rank {rank['rank']} by phase and purpose"
     return Table(("phase", "peak", "", "purposes"), rows, title, ("",), {"": 1})
-
-
-def memory_curve(values: Sequence[int]) -> str:
-    """Return the memory that tensors hold in the course of a step, GiB."""
-    points: Curve = [(at, size / GIB) for at, size in enumerate(values)]
-    return curves(
-        "GiB of tensors", [("", points)], from_zero=True, axis="operation", width=960, height=260
-    )
 
 
 def _waits(result: Document) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from nanoscale.config.composing.library import Library
-from nanoscale.config.reference import alternatives, declared
+from nanoscale.config.reference import alternatives, declared, meaning, sections
 from nanoscale.config.violations import shown
 
 VARIABLE = "_NANOSCALE_COMPLETE"
@@ -92,20 +92,14 @@ def _overrides(word: str) -> dict[str, str]:
 
 
 def _keys() -> dict[str, str]:
-    from nanoscale.config import reference
-
-    return {name: key.meaning for name, key in reference.declared().items()}
+    return {name: key.meaning for name, key in declared().items()}
 
 
 def _sections() -> dict[str, str]:
-    from nanoscale.config import reference
-
-    names = [name for name in reference.sections() if name and "." not in name]
-    return {name: reference.meaning(name) for name in names}
+    return {name: meaning(name) for name in sections() if name and "." not in name}
 
 
 def _options(group: str) -> dict[str, str]:
-
     return {name: option.about for name, option in Library().options(group).items()}
 
 

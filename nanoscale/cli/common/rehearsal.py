@@ -1,4 +1,4 @@
-"""Rehearsals of a configuration: for `nanoscale rehearse`, and before `train` and `submit`."""
+"""Checks of a job before its launch: rehearsals, and the comparison of its layout with one process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, refuse_option
 from nanoscale.common.units import duration
 from nanoscale.config.violations import refuse
+from nanoscale.view.conformity_text import sentences
 
 PATIENCE_S = 180.0
 """The longest rehearsal, in seconds, that a launch makes without being asked."""
@@ -156,3 +157,31 @@ def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
         what = f"the job has the ranks 0 to {world - 1}"
         refuse_option("--ranks", asked, what, "--ranks distinct")
     return dict.fromkeys(numbers, 1)
+
+
+# --- the comparison with one process --------------------------------------------------------------
+
+
+def compared(config: ResolvedConfig, *, compiled: bool = False) -> dict[str, Any] | None:
+    """Return the document of `conform --json`; None if a rank failed, which is reported.
+
+    Raises:
+        UserError: the request is wrong.
+    """
+    from nanoscale.launch.lifecycle.job_execution import OneShotJobError
+    from nanoscale.launch.lifecycle.small_job import conform
+
+    with saying() as say:
+        try:
+            return conform(config, say, compiled=compiled)
+        except OneShotJobError as error:
+            display.note(f"error: in the small job, {error}")
+            return None
+
+
+def conforms(config: ResolvedConfig) -> bool:
+    """Return True if the layout trains what one process trains; tell the user on standard error."""
+    result = compared(config)
+    for sentence in sentences(result) if result is not None else ():
+        display.note(sentence)
+    return result is not None and result["equal"]

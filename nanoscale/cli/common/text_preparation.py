@@ -18,7 +18,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.hf.hub import missing_path
 from nanoscale.config.hf.pretrained import NoSuchModelError, refuse_model
-from nanoscale.config.objectives import ANSWERS, PAIRED, has_whole_documents
+from nanoscale.config.objectives import ANSWERS, PAIRED
 from nanoscale.config.rules.data import FORMS
 from nanoscale.config.token_files import TOKENIZER, TOKENS, folder_of, manifest
 from nanoscale.config.token_formats import FORMATS, format_of, is_parts
@@ -114,7 +114,7 @@ def _of_folder(composed: Composed, folder: Path) -> dict[str, Setting]:
         values["train.mask_token"] = _mask_token(folder)
     if model.init_from is not None and not composed.by_user("train.seq_len"):
         longest = min(train.seq_len, model.max_seq_len)
-        if data.packing == "stream" and not has_whole_documents(train):
+        if data.packing == "stream" and not train.has_whole_documents:
             tokens = int(document["train"]["tokens"] * (1 - 2 * data.valid_fraction)) - 1
             longest = min(longest, 1 << max(1, tokens.bit_length() - 1))
         values |= {"train.seq_len": longest} if longest < train.seq_len else {}

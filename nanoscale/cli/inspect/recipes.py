@@ -67,7 +67,6 @@ def copy(
 
 
 def _find(name: str, config_dir: Path | None) -> Option:
-
     options = Library(config_dir).options(RECIPE)
     if name not in options:
         near = nearest(name, options)

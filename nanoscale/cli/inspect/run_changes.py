@@ -6,13 +6,14 @@ import shlex
 from contextlib import ExitStack
 from typing import Annotated
 
-from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.checkpoint import store
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.cli.common.trust import can_ask, is_confirmed
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation, refuse_option
 from nanoscale.common.units import byte_size
+from nanoscale.runs import fence, status
 from nanoscale.runs.directory import RunDirectory
 
 _TAG = re.compile(r"[^\s,\-][^\s,]*")
@@ -62,7 +63,7 @@ def stop_run(
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.batch.jobs import job_of, require_known, way_on
     from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
-    from nanoscale.runs import lock, status
+    from nanoscale.runs import lock
 
     directory = RunDirectory.open(run)
     owner, job = lock.owner(directory), job_of(directory)
@@ -144,10 +145,8 @@ def prune_checkpoints(
     Without --keep-last and checkpoint.keep_last every checkpoint is kept. Damaged checkpoints are left as they
     are, and do not count. An active run is refused.
     """
-    from nanoscale.checkpoint import store
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.batch.jobs import require_inactive
-    from nanoscale.runs import fence, status
     from nanoscale.runs.changes import size_of
     from nanoscale.runs.lock import RunLock
 
@@ -158,7 +157,7 @@ def prune_checkpoints(
     every = saving.keep_every if keep_every is None else keep_every
     best = saving.keep_best if keep_best is None else keep_best
 
-    def obsolete() -> list[StoredCheckpoint]:
+    def obsolete() -> list[store.StoredCheckpoint]:
         stored = store.list_checkpoints(directory.checkpoints)
         whole = [it for it in stored if not store.find_damage(it.path, sums=False)]
         return store.obsolete(whole, last, every, store.lowest_losses(whole, best))

@@ -14,13 +14,14 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, answer, print_json
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, no_follow, read_json
+from nanoscale.runs.tail import LineTail
 
 if TYPE_CHECKING:
     from nanoscale.launch.batch.jobs import Job
     from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.runs.lock import Owner
-    from nanoscale.runs.tail import LineTail
     from nanoscale.view.run.live import LiveView
 
 
@@ -59,7 +60,7 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
 def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     """Show the run's events until nobody works on it; return the state of its job."""
     from nanoscale.launch.batch.jobs import ASK_S, job_of
-    from nanoscale.runs import lock, status
+    from nanoscale.runs import lock
 
     reported, job = "", None
     while True:
@@ -84,7 +85,7 @@ def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
     """Show a launcher's events until it releases the run."""
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.lifecycle.command import read_plan
-    from nanoscale.runs import lock, status
+    from nanoscale.runs import lock
 
     shown = 0
     while lock.owner(run) == owner:
@@ -102,7 +103,7 @@ def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
 def _outcome(run: RunDirectory) -> Outcome | None:
     """Return how the run ended; None if its launcher could not record it."""
     from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.runs import failure, status
+    from nanoscale.runs import failure
 
     now = status.require(run)
     if now.state not in status.ENDED or now.exit_code is None:
@@ -152,7 +153,6 @@ def show_logs(
 ) -> None:
     """Print the output of the ranks, each line with its host and rank."""
     from nanoscale.launch.batch.jobs import Activity, batch_logs
-    from nanoscale.runs.tail import LineTail
 
     directory = RunDirectory.open(run)
     is_active: Callable[[], bool] = Activity(directory) if follow else lambda: False

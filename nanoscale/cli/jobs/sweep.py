@@ -294,7 +294,6 @@ def _removed_on_refusal(new: Sweep | None) -> Iterator[None]:
 
 
 def _folder(root: Path, name: str, option: str) -> Path:
-
     path = Path(name)
     if name != path.name or name.startswith((".", "-")):
         message = "must be the name of a folder, without a slash"

@@ -1,8 +1,8 @@
 """`nanoscale train`: one job from its overrides to its end, here or on hosts."""
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.layout_check import conforms
 from nanoscale.cli.common.output import FAILED
+from nanoscale.cli.common.rehearsal import conforms
 from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
 
 

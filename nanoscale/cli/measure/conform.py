@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
-from nanoscale.cli.common.layout_check import compared
 from nanoscale.cli.common.output import DONE, FAILED, answer, saying
+from nanoscale.cli.common.rehearsal import compared
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, refuse_option

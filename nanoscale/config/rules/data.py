@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nanoscale.common.units import counted
 from nanoscale.config import reference, token_files, token_formats
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-from nanoscale.config.objectives import ANSWERS, PAIRED, RECORDS, has_whole_documents, is_distilled
+from nanoscale.config.objectives import ANSWERS, PAIRED, RECORDS
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, only_with, other_than, refused
@@ -91,7 +91,7 @@ DISTILLED = of_kind("config",
     refused("train.z_loss", {**_DISTILLED, "train.z_loss": other_than(0.0)},
         "is not a part of the loss with train.objective=distill", "train.z_loss=0"),
     Rule("train.distill_top_k", ("train.distill_top_k", "train.objective", "model.vocab"),
-        lambda config: not is_distilled(config.train) or config.train.distill_top_k <= config.model.vocab,
+        lambda config: not config.train.is_distilled or config.train.distill_top_k <= config.model.vocab,
         "is more than the vocabulary has: {c.model.vocab}", ("train.distill_top_k={c.model.vocab}",)),
 )  # fmt: skip
 _OF_ANSWERS, _NO_ANSWERS = {"train.objective": ANSWERS}, {"data.source": ("stdlib", "random")}
@@ -333,7 +333,7 @@ def _require_samples(resolution: Resolution, data: Data) -> None:
 
 def _has_samples(source: MixtureSource, config: Config) -> bool:
     """True if the files of a source hold a sample of each split that is read, or cannot be read here."""
-    is_cut = config.data.packing == "stream" and not has_whole_documents(config.train)
+    is_cut = config.data.packing == "stream" and not config.train.has_whole_documents
     least = config.train.seq_len if is_cut else 1
     with suppress(DamagedError, OSError):
         tokens, held_out = split_sizes(config.data, source)

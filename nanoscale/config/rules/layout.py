@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from nanoscale.common.units import counted, listed
 from nanoscale.config.layout import SPLIT_BACKWARD
 from nanoscale.config.model_math import experts
-from nanoscale.config.objectives import is_of_answers
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Model
 
@@ -121,7 +120,7 @@ def row_step(config: Config) -> int | None:
     layout, model, train = config.parallel, config.model, config.train
     scaling = model.rope_scaling.kind if model.rope_scaling is not None else ""
     counts_all = model.balance != "none" or config.optimizer.qk_clip is not None
-    is_padded = is_of_answers(train) or train.objective == "classify"
+    is_padded = train.is_of_answers or train.objective == "classify"
     if not is_padded or layout.pp > 1 or scaling in ("dynamic", "longrope") or counts_all:
         return None
     return math.lcm(sequence_step(config), _TILE * layout.cp * layout.tp, _ROW)

@@ -1,7 +1,6 @@
 """Rules of the pipeline: its schedule, its stages and its micro batches."""
 
 from nanoscale.config import layout as layouts
-from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Parallel
@@ -75,7 +74,7 @@ def largest_micro_batch(config: Config, samples: int) -> int | None:
 
     If there are too few samples for that, return the smallest that the schedule supports, or None.
     """
-    layout, whole = config.parallel, samples // rows_of_sample(config.train)
+    layout, whole = config.parallel, samples // config.train.rows_of_sample
     counts = [n for n in divisors(whole) if layouts.takes(layout.schedule, layout.pp, n)]
     busy = layouts.keeps_busy(layout.schedule, layout.pp) if layout.pp > 1 else 1
     enough = [n for n in counts if n >= busy] or counts[-1:]
@@ -90,13 +89,13 @@ def _samples(config: Config) -> int:
 def _micro_batches(config: Config) -> int:
     """Return the micro batches a step: the most that there can be, if their size is open."""
     micro = config.train.micro_batch
-    return _samples(config) // (rows_of_sample(config.train) if micro == "auto" else micro)
+    return _samples(config) // (config.train.rows_of_sample if micro == "auto" else micro)
 
 
 def divides_batch(config: Config) -> bool:
     """True if the global batch is a whole number of micro batches on each rank."""
     dp, micro = data_parallel(config), config.train.micro_batch
-    least = rows_of_sample(config.train) if micro == "auto" else micro
+    least = config.train.rows_of_sample if micro == "auto" else micro
     return config.train.global_batch % (dp * least) == 0
 
 

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from nanoscale.common.credentials import without_credentials
 from nanoscale.common.object_storage import problem
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import evaluated, has_whole_documents, rows_of_sample
 from nanoscale.config.reference import declared
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.layout import sequence_step
@@ -41,14 +40,14 @@ from nanoscale.config.violations import override, shown
 
 
 def _undivided_batch(config: Config) -> str:
-    dp, micro, rows = data_parallel(config), config.train.micro_batch, rows_of_sample(config.train)
+    dp, micro, rows = data_parallel(config), config.train.micro_batch, config.train.rows_of_sample
     least = f"dp = {dp}" if rows == 1 else f"{rows}·dp = {rows * dp}, whole pairs on each rank"
     step = least if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {micro * dp}"
     return f"must be a multiple of {step}"
 
 
 def _divides_among_dp(config: Config) -> bool:
-    return config.train.global_batch % (data_parallel(config) * rows_of_sample(config.train)) == 0
+    return config.train.global_batch % (data_parallel(config) * config.train.rows_of_sample) == 0
 
 
 _BATCH = ("train.global_batch", "parallel.dp", "train.objective")
@@ -62,7 +61,7 @@ RULES = (
     Rule("train.micro_batch", ("train.micro_batch", "train.objective"),
         lambda config: (
             config.train.micro_batch == "auto"
-            or config.train.micro_batch % rows_of_sample(config.train) == 0
+            or config.train.micro_batch % config.train.rows_of_sample == 0
         ),
         "must be even: train.objective={c.train.objective} takes pairs of sequences", ("train.micro_batch",)),
 )  # fmt: skip
@@ -94,7 +93,7 @@ def resolve_train(resolution: Resolution) -> Train:
     micro = train.micro_batch
     if micro == "auto":
         samples = train.global_batch // data_parallel(config)
-        micro = largest_micro_batch(config, samples) or rows_of_sample(train)  # if none is legal
+        micro = largest_micro_batch(config, samples) or train.rows_of_sample  # if none is legal
     train = replace(train, micro_batch=micro, eval_tasks_dir=absolute(train.eval_tasks_dir))
     lengths = _lengths(resolution, train)
     if not lengths:
@@ -131,8 +130,8 @@ def _with_steps(config: Config, train: Train) -> Train:
     is_tuned = config.model.init_from is not None and not train.phases
     if samples is None or not train.epochs or not is_tuned or config.parallel.pp > 1:
         return train
-    rows, batch = train.epochs * samples * rows_of_sample(train), train.global_batch
-    least = data_parallel(config) * rows_of_sample(train)
+    rows, batch = train.epochs * samples * train.rows_of_sample, train.global_batch
+    least = data_parallel(config) * train.rows_of_sample
     least *= 1 if train.micro_batch == "auto" else train.micro_batch
     while batch % (2 * least) == 0 and rows < _LEAST_STEPS * batch:
         batch //= 2
@@ -199,7 +198,7 @@ def _check_sizes(resolution: Resolution, key: str, entry: PhaseSettings) -> None
             continue
         if size < 1 or not holds(size):
             message = f"must be {rule}"
-        elif name == "seq_len" and has_whole_documents(train):
+        elif name == "seq_len" and train.has_whole_documents:
             message = f"cuts samples, and train.objective={train.objective} needs whole documents"
         elif backend == "deepspeed":
             advice = "backend=native"
@@ -235,7 +234,7 @@ def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
     if train.tokens is not None:
         lengths["tokens"] = steps_for(train, train.tokens / train.seq_len)
     if train.epochs is not None and (samples := _epoch(resolution, train)) is not None:
-        rows = train.epochs * samples * rows_of_sample(train)
+        rows = train.epochs * samples * train.rows_of_sample
         lengths["epochs"] = max(1, steps_for(train, rows))
     return lengths
 
@@ -339,10 +338,10 @@ SAVING = of_kind("config",
         "predicts the next token, and train.objective={c.train.objective} does not", "train.eval_tasks=[]"),
     Rule("checkpoint.best_metric", ("checkpoint.best_metric", "train.eval_tasks", "train.objective"),
         lambda config: (
-            config.checkpoint.best_metric in evaluated(config.train) or bool(config.train.eval_tasks)
+            config.checkpoint.best_metric in config.train.evaluated or bool(config.train.eval_tasks)
         ),
         "is not measured by evaluations of train.objective={c.train.objective} without train.eval_tasks",
-        lambda config: [override("checkpoint.best_metric", name) for name in evaluated(config.train)]),
+        lambda config: [override("checkpoint.best_metric", name) for name in config.train.evaluated]),
     *(only_with(f"train.eval_tasks_{name}", {"train.eval_tasks": other_than([])}, "train.eval_tasks=[arc_easy]")
         for name in ("dir", "limit")),
     _needs_evaluations("train.stop_when.patience"),

@@ -10,7 +10,6 @@ from typing import Any
 from nanoscale.common.errors import Violation
 from nanoscale.config.hf.any_model import SIZES, sizes
 from nanoscale.config.model_math import EXPERTS
-from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules import RULES
@@ -82,7 +81,7 @@ def _small(config: ResolvedConfig, layout: ResolvedParallel, root: Path) -> Reso
     layout = replace(layout, layers_per_stage=_layers_per_stage(config, layout))
     if layout.layers_per_stage is not None:
         model = replace(model, layers=sum(layout.layers_per_stage))
-    rows = rows_of_sample(train)
+    rows = train.rows_of_sample
     micro_batch = rows * min(2, max(1, train.micro_batch // rows))
     accumulation = 2 * layout.pp if layout.pp > 1 else min(3, config.accumulation)
     return replace(

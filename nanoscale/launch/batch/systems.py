@@ -138,8 +138,6 @@ def _given(options: Mapping[str, str | None]) -> list[str]:
 
 def _lines(file: str | None) -> list[str] | None:
     """Return the different lines of a file of hosts; None if there is no file."""
-    return (
-        None
-        if file is None
-        else list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))
-    )
+    if file is None:
+        return None
+    return list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))

@@ -156,13 +156,9 @@ def plan_launch(
     hosts = hosts or (local_host(config.world_size),)
     commands = transport.commands(hosts)
     first_ranks = accumulate((host.slots for host in hosts), initial=0)
-    ranks = [
-        tuple(range(first, first + host.slots))
-        for first, host in zip(first_ranks, hosts, strict=False)
-    ]
     plans = tuple(
-        HostPlan(host.address, host.slots, host_ranks, command, host.devices)
-        for host, host_ranks, command in zip(hosts, ranks, commands, strict=True)
+        HostPlan(host.address, host.slots, tuple(range(it, it + host.slots)), command, host.devices)
+        for host, it, command in zip(hosts, first_ranks, commands, strict=False)
     )
     return LaunchPlan(
         attempt=attempt,

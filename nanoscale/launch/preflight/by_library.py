@@ -27,7 +27,6 @@ from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, loc
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import has_own_head, read_shape
 from nanoscale.config.hf.text_part import HEAD
-from nanoscale.config.objectives import evaluated
 from nanoscale.config.optimizers import keeps_average
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.convert import fits
@@ -302,7 +301,7 @@ def check_tasks(composed: Composed, config: ResolvedConfig) -> None:
     if reply["problem"] is not None:
         key, instead = "train.eval_tasks", override("train.eval_tasks", reply.get("instead", []))
         composed.refuse(key, reply["problem"], instead)
-    if metric not in (*evaluated(config.train), *reply["metrics"]):
+    if metric not in (*config.train.evaluated, *reply["metrics"]):
         key, names = "checkpoint.best_metric", nearest(metric, reply["metrics"])
         advice = (override(key, name) for name in names or reply["metrics"][:3])
         composed.refuse(key, "is not a metric of train.eval_tasks", *advice)

@@ -12,7 +12,6 @@ from nanoscale.common.devices import Devices, detect
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS, usual_virtual_stages
 from nanoscale.config.machines import Host
-from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import AUTO, declared, value_of, with_values
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
@@ -212,7 +211,7 @@ def with_chosen_layout(
         if is_bounded:
             safest |= {RECOMPUTATION_KEYS[0]: "full", ACTIVATION_MEMORY: None}
         if composed.config.train.micro_batch == AUTO:
-            safest["train.micro_batch"] = rows_of_sample(composed.config.train)
+            safest["train.micro_batch"] = composed.config.train.rows_of_sample
         return _with_values(composed, safest, UNPLANNED), None
     result = search(space, hardware, slowest=SLOWEST)
     plan = _choice(result)

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from nanoscale.config import model_math, parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
-from nanoscale.config.objectives import is_of_answers
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Hardware, Software
@@ -108,7 +107,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         adapter_rank=config.lora.rank,
         dora=config.lora.dora,
         ep_over_tp=layout.ep_over_tp,
-        paired=is_of_answers(config.train),
+        paired=config.train.is_of_answers,
         adapted=tuple(model_math.adapted_layers(config.model, config.lora).values()),
     )
 

@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import eq, ge, gt, le, lt, ne
-from typing import Any
+from typing import Any, NoReturn
 
 from nanoscale.common import display
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, refuse_option
 from nanoscale.common.units import clock
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
@@ -99,16 +99,16 @@ def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> 
     if len(full) == 1:
         return RunColumn(name, full[0])
     if full:
-        raise _ill_named(name, f"is the last word of {len(full)} keys", full, option, typed)
+        _refuse_name(name, f"is the last word of {len(full)} keys", full, option, typed)
     logged = {key for run in runs for key in _last(run)}
-    if name in logged:
-        return RunColumn(name, name)
-    words = {key.rpartition(".")[2] for key in keys}
-    known = dict.fromkeys([*STATES, *metrics.METRICS, *sorted(logged), *keys])
-    near = nearest_key(name, list(dict.fromkeys([*known, *sorted(words)])))
-    clear = [it for it in near if it in known]
-    what = "is not a metric, a key or a state of runs"
-    raise _ill_named(name, what, clear or near, option, typed)
+    if name not in logged:
+        words = {key.rpartition(".")[2] for key in keys}
+        known = dict.fromkeys([*STATES, *metrics.METRICS, *sorted(logged), *keys])
+        near = nearest_key(name, list(dict.fromkeys([*known, *sorted(words)])))
+        clear = [it for it in near if it in known]
+        what = "is not a metric, a key or a state of runs"
+        _refuse_name(name, what, clear or near, option, typed)
+    return RunColumn(name, name)
 
 
 def condition(text: str, runs: Sequence[RunDirectory]) -> Condition:
@@ -120,7 +120,7 @@ def condition(text: str, runs: Sequence[RunDirectory]) -> Condition:
     match = _CONDITION.fullmatch(text)
     if match is None:
         message = "must be a column, one of = != < > <= >= and a value"
-        raise _refused("--where", text, message, "--where state=failed")
+        refuse_option("--where", text, message, "--where state=failed")
     name, operator, operand = match.groups()
     return Condition(column(name, runs, "--where", text), operator, operand)
 
@@ -149,16 +149,11 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _ill_named(name: str, what: str, near: Iterable[str], option: str, typed: str) -> UserError:
-    """Return the error for a name within the value of an option."""
+def _refuse_name(name: str, what: str, near: Iterable[str], option: str, typed: str) -> NoReturn:
+    """Refuse a name within the value of an option."""
     word = re.compile(rf"(?<![\w./]){re.escape(name)}(?![\w./])")
-    instead = tuple(f"{option} {shlex.quote(word.sub(it, typed))}" for it in near)
-    return _refused(option, typed, f"`{name}` {what}", *instead)
-
-
-def _refused(option: str, typed: str, message: str, *advice: str) -> UserError:
-    violation = Violation(option, typed, "command line", message, advice)
-    return UserError("usage", f"{option} {typed}: {message}", [violation])
+    instead = (f"{option} {shlex.quote(word.sub(it, typed))}" for it in near)
+    refuse_option(option, typed, f"`{name}` {what}", *instead)
 
 
 # --- rows -----------------------------------------------------------------------------------------
