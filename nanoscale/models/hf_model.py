@@ -330,7 +330,9 @@ def parameters_on_meta() -> Iterator[None]:
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            # not `param.to`, because a rehearsal plays large parameters without numbers
+            empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            param = nn.Parameter(empty, requires_grad=param.requires_grad)
         original(self, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -113,13 +113,12 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
 
 def build(config: ResolvedConfig, world: World) -> NativeEngine:
     """Build the engine of the rank, with hooks that report its phases to the world."""
-    world.built = False
     engine = NativeEngine(config, world.device)
     for stage in engine.stages.values():
         if stage.last and stage.head is not None:
             # Played as single operations, the fused loss would hold tensors that its kernel does not have.
             stage.head.fused = False
-    world.built, world.section = True, "between steps"
+    world.section = "between steps"
     _watch(engine, world)
     return engine
 

@@ -17,9 +17,11 @@ from nanoscale.config.schema import Checkpoint, PhaseSettings
 from nanoscale.rehearse import life
 from nanoscale.rehearse.document import document
 from nanoscale.rehearse.life import of_resuming
+from nanoscale.rehearse.played import world
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import sequence_of
+from tests.support import hf_models
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed, scheduled
 from tests.support.ranks import run_ranks
 from tests.support.rows import usual_rows
@@ -41,6 +43,21 @@ def row(degrees: dict[str, Any], stage: int, **changes: Any) -> ResolvedConfig:
     batch = 6 * degrees.get("dp", 1)
     changes = {"precision": "bf16", "shape": TINY} | changes
     return config_of(Row("", degrees, stage, 1, global_batch=batch, **changes))
+
+
+def play_large_model_of_transformers(number: int, folder: Path) -> RankRecord:
+    world._LARGE = 0  # every parameter counts as large
+    return play(number, row({"dp": 2}, 3, shape=hf_models.shape_of(folder)))
+
+
+@pytest.mark.slow
+def test_large_weights_of_transformers_models_are_sharded_when_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    hf_models.save("cohere", tmp_path)
+    (record,) = run_ranks(play_large_model_of_transformers, 1, tmp_path)
+    assert record.error == ""
+    assert "build" in record.phases and "load" not in record.phases, "loading takes no more memory"
 
 
 SEVERAL = {

@@ -42,8 +42,8 @@ _CPU = torch.device("cpu")
 _EMPTY = aten.empty.memory_format
 _LARGE = 1 << 26
 """Larger tensors in host memory, counted in elements, are fake: they might not fit into this machine."""
-
-
+_BUILDING = ("build", "load")
+"""The sections in which models are built on the meta device."""
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 """Operations that FakeTensorMode replaces by others; one of the others asks C++ for the device."""
 
@@ -66,8 +66,6 @@ class World(DeviceMemory):
         self.mode = mode
         self.patches = patches
         """Replacements that last as long as this world."""
-        self.built = False
-        """True once the model has memory. Before, its parameters are on the meta device."""
         self.repeat = 1
         """The number of equal micro batches for which the present one stands."""
         self._block = "", ""
@@ -103,7 +101,8 @@ class World(DeviceMemory):
         if self.section.startswith("step") and func.namespace != "profiler":
             self.record.operations += self.repeat
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if self.built and self.on_gpu and kwargs.get("device") == fake_tensors.META:
+        reported = self.on_gpu and kwargs.get("device") == fake_tensors.META
+        if reported and self.section not in _BUILDING:
             kwargs["device"] = self.device  # autograd passes on the device that C++ reported
         tensors: list[Tensor] = []
         _collect(args, tensors)
