@@ -6,6 +6,7 @@ other attends. Our mask is the span of documents with the layers' window.
 """
 
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ def problem(model: Any) -> str:
     ropes = [it for it in (ropes, *ropes.values()) if isinstance(it, dict)]
     ropes = [it.get("rope_type") for it in ropes if it.get("rope_type") in ("dynamic", "longrope")]
     return f"its positions ({ropes[0]}) depend on the longest document" if ropes else ""
+
+
+def mixes_faster(model: Any) -> bool:
+    """Return True if recurrences by ours replace transformers' plain code: no package of kernels is installed
+    that it would call instead."""
+    kernels = any(map(find_spec, ("fla", "mamba_ssm")))
+    return not kernels and bool(hf_mixers.mixers(model)) and not problem(model)
 
 
 def register() -> None:

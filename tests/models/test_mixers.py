@@ -120,6 +120,21 @@ def test_a_state_continues_in_the_next_half(kind: str, cut: int) -> None:
     close(with_gradients((torch.cat(outputs, 1), state), given), expected)
 
 
+def test_a_recurrence_keeps_no_more_than_its_inputs_for_the_backward_pass() -> None:
+    kept, given = list[Tensor](), inputs("delta", 256)
+    documents = torch.zeros(2, 256, dtype=torch.int64)
+    names = ("q", "k", "v", "decay", "rate")
+    tensors = q, k, v, decay, rate = [torch.as_tensor(given[it]).requires_grad_() for it in names]
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        recur_rows(q, k, v, decay, Rows(documents, torch.arange(256)), rate)
+    assert sum(x.numel() for x in kept) <= sum(x.numel() for x in tensors)
+
+
 def test_other_rows_and_documents_change_nothing() -> None:
     given, documents = inputs("delta"), numbers_of(ENDS)
     out, _ = recur(**given, documents=documents, chunk=8)

@@ -8,10 +8,13 @@ inputs of all pieces. A document that begins in a piece has nothing from before.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nanoscale.models.mixers.recurrence import recur
 from nanoscale.models.mixers.short_convolution import convolve
@@ -58,14 +61,14 @@ def recur_rows(
     """Return the outputs of `recur` for this rank's tokens of whole rows."""
     division, width, state = rows.division, v.shape[-1], None
     if division is None:
-        return recur(q, k, v, decay, rows.documents, rate=rate)[0]
+        return _recomputed(q, k, v, decay, rows.documents, None, rate)[0]
     q, k, v, decay, documents = map(rows.by_piece, (q, k, v, decay, rows.documents))
     continues = (documents < rows.starts())[..., None, None]
     if rate is not None:
         rate = rows.by_piece(rate)
         unit = torch.eye(k.shape[-1], dtype=v.dtype, device=v.device) * continues[:, :1]
         state = F.pad(unit.expand(-1, v.shape[2], -1, -1), (width, 0))
-    out, end = recur(q, k, v, decay, documents, state, rate=rate)
+    out, end = _recomputed(q, k, v, decay, documents, state, rate)
     if rate is not None:
         out, reads = out.tensor_split([width], -1)
     else:  # A is diagonal
@@ -83,6 +86,12 @@ def recur_rows(
     by_number = torch.stack(states).unbind()
     before = torch.cat([by_number[number] for number in division.local])
     return rows.by_row(out + torch.einsum("bthk,bhkv->bthv", reads, before))
+
+
+def _recomputed(*args: Any) -> tuple[Tensor, Tensor]:
+    """Run `recur`, and again in the backward pass: what it computes is some 30 times as large as its inputs."""
+    again = partial(checkpoint, recur, use_reentrant=False, preserve_rng_state=False)
+    return cast("tuple[Tensor, Tensor]", again(*args[:-1], rate=args[-1]))
 
 
 def convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
