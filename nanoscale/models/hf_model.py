@@ -325,14 +325,17 @@ _temporary_folders: list[Any] = []
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as soon as a module registers it."""
+    """Move every parameter to the meta device as soon as a module registers it; vectors keep their values as
+    `constructed`."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            constructed = param.detach() if param.ndim < 2 else None
             # not `param.to`, because a rehearsal plays large parameters without numbers
             empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
             param = nn.Parameter(empty, requires_grad=param.requires_grad)
+            param.constructed = constructed  # type: ignore[attr-defined]
         original(self, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -512,10 +515,21 @@ class RandomWeights:
 
     @torch.no_grad()
     def _draw(self, unit: str) -> dict[str, Tensor]:
-        module = copy.deepcopy(self._model.get_submodule(unit)).to_empty(device=self.device)
+        empty = self._model.get_submodule(unit)
+        module = copy.deepcopy(empty).to_empty(device=self.device)
+        for value in module.parameters():
+            value.fill_(math.nan)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(parameter_seed(self.seed, unit))
             module.apply(self._model._init_weights)
+            for name, value in module.named_parameters():
+                if value.isnan().any():  # no rule initializes it: the constructor does
+                    vector = getattr(empty.get_parameter(name), "constructed", None)
+                    value.normal_(std=_CONV1D_STD) if vector is None else value.copy_(vector)
         prefix = f"{unit}." if unit else ""
         return {f"{prefix}{name}": value.detach() for name, value in module.named_parameters()}
+
+
+_CONV1D_STD = 0.02
+"""The standard deviation of a matrix that transformers' `Conv1D` initializes itself."""

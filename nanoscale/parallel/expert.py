@@ -23,6 +23,7 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional as F
 
 from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.attention import Mask
@@ -110,7 +111,9 @@ def _run_foreign(
     """Run experts as if each of `n` pairs of a token and an expert of this rank were a token."""
     pairs = ExpertPairs.of_choices(chosen, count, n)
     numbers, scales = (it.flatten()[pairs.slots].unsqueeze(1) for it in (chosen, weights))
-    outputs = forward(spread(tokens, pairs), numbers, scales.to(tokens.dtype))
+    inputs = (spread(tokens, pairs), numbers, scales.to(tokens.dtype))
+    # Without pairs, one row of zeros: the backward pass of every rank must reach the exchange and all experts.
+    outputs = forward(*(F.pad(it, (0, 0, 0, int(n == 0))) for it in inputs))[:n]
     return sum_rows(outputs, pairs)
 
 

@@ -26,7 +26,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> N
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = placements[name]
         axes = [placement] if isinstance(placement, Placement) else placement
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, axes)))
+        value = distribute_tensor(parameter, mesh, axes)
+        module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
 def divide(

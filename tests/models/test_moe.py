@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from nanoscale.models import moe
 from nanoscale.models.initialization import initialize
 from nanoscale.models.moe import ExpertPairs, MixtureOfExperts, spread, sum_rows
+from nanoscale.parallel import expert
 from nanoscale.parallel.activation import device_contexts
 from tests.support.jobs import SHAPE
 
@@ -100,6 +103,18 @@ def test_every_expert_has_a_gradient_also_one_without_tokens() -> None:
     for parameter in made.experts.parameters():
         assert parameter.grad is not None
         assert parameter.grad[:2].any() and not parameter.grad[2:].any()
+
+
+def test_experts_of_transformers_without_tokens_take_part_in_the_backward_pass() -> None:
+    """A rank of ep whose experts no token chose must send gradients back, for which the others wait."""
+    config = MixtralConfig(hidden_size=8, intermediate_size=4, num_local_experts=2)
+    config._experts_implementation = "eager"
+    experts = MixtralExperts(config)
+    rows = torch.zeros(0, 8, requires_grad=True)
+    weights, chosen = torch.zeros(0, 2, requires_grad=True), torch.zeros(0, 2, dtype=torch.long)
+    expert._run_foreign(experts.forward, 2, rows, weights, chosen, 0).sum().backward()
+    assert rows.grad is not None and weights.grad is not None
+    assert all(it.grad is not None and not it.grad.any() for it in experts.parameters())
 
 
 def test_a_preference_changes_the_choice_and_not_the_weights() -> None:

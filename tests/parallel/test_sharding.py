@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,6 +29,7 @@ from nanoscale.config.schema import Launcher, Model, Parallel, Precision, Train,
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import fsdp as data_parallel
 from nanoscale.parallel import process_group
+from nanoscale.parallel.local_parameters import distribute
 from nanoscale.parallel.mesh import make_layout
 from tests.support.live_memory import memory_changes, peak_bytes
 from tests.support.ranks import run_ranks
@@ -220,6 +222,19 @@ def test_the_table_divides_as_tp_and_ep_do(shape: Model, degrees: dict[str, int]
     assert local == {
         name: value.local(degrees["tp"], degrees.get("ep", 1)) for name, value in table
     }
+
+
+def test_a_distributed_parameter_is_trained_if_it_was() -> None:
+    """Else tp saves moments of a router's bias, of which a run in one process has none."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        layer = nn.Linear(4, 4)
+        layer.bias.requires_grad_(False)
+        mesh = init_device_mesh("cpu", (2,))
+        distribute(layer, mesh, {"weight": Shard(0), "bias": Replicate()})
+        assert layer.weight.requires_grad and not layer.bias.requires_grad
+    finally:
+        dist.destroy_process_group()
 
 
 # --- initialization -------------------------------------------------------------------------------

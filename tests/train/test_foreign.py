@@ -20,6 +20,7 @@ from nanoscale.checkpoint.hf.load_any_model import judge
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.hf.any_model import sizes
 from nanoscale.config.schema import Backend, Config, Data, Lora, Model, Optimizer, Train
+from nanoscale.config.translation.miniature import small_hf_model
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
@@ -462,6 +463,25 @@ def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
         assert norm.unique().tolist() == ([0.0] if family == "gemma2" else [1.0])
         if scaled is not None:
             assert float(drawn[f"transformer.{scaled}"].std()) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "mean", "spread"),
+    [("apertus", math.log(math.expm1(0.8)), None), ("openai-gpt", 0.0, 0.02)],
+)
+def test_weights_without_a_rule_are_those_of_the_constructor(
+    family: str, mean: float, spread: float | None
+) -> None:
+    """The numbers of Apertus' activation, and the matrices of GPT's, which their classes initialize."""
+    document = hf_models.config_of(family, hf_models.COMMON)
+    shape = small_hf_model(Model(source="hf", name=family, hf_config=document))
+    draw = RandomWeights(shape, 3, torch.device("cpu"))
+    end = "c_fc.weight" if spread else "alpha_p"
+    drawn = {name: draw(name, it.shape) for name, it in build(shape).named_parameters()}
+    values = next(it for name, it in drawn.items() if name.endswith(end))
+    assert float(values.mean()) == pytest.approx(mean, abs=1e-3)
+    assert spread is None or float(values.std()) == pytest.approx(spread, rel=0.1)
+    assert all(it.isfinite().all() for it in drawn.values())
 
 
 @pytest.mark.slow
