@@ -19,6 +19,20 @@ from nanoscale.config.violations import nearest
 from nanoscale.models.hf_model import build, named_tensors
 
 _MOST_PARAMETERS = 5_000_000
+_HEADS, _ROPE = {"head_dim": 128}, {"rope_theta": 1e4, "rope_type": "default"}
+_LACKING: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_head": 64, "mamba_n_heads": 16},
+    **dict.fromkeys(("hunyuan_v1_dense", "ministral"), _HEADS),
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, **_HEADS},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {"indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_head_dim": 16}
+    | {"indexer_kv_heads": 1, "indexer_n_heads": 2},
+}
+"""Settings that the usual configuration of a type lacks, or has only for a model without its parts."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +43,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"problem": problem, "instead": nearest(family, CAUSAL)}
     if document is None:
         document = json.loads(transformers.CONFIG_MAPPING[family]().to_json_string())
+        document |= _LACKING.get(family, {})
     shape = small_hf_model(Model(source="hf", name=family, hf_config=document))
     try:
         count = sum(parameter.numel() for parameter in build(shape).parameters())

@@ -47,6 +47,8 @@ def problem(model: Any) -> str:
     recurs = any(functions & hf_mixers.RECURRENCES.keys() for functions in mixers.values())
     if not has_functions and not (recurs and model._can_set_attn_implementation()):
         return "its attention is not one of transformers' functions"
+    if model.config.model_type == "doge":  # it adds numbers of its own to the mask
+        return "its attention makes a mask of its own"
     kinds = {*(getattr(model.config, "layer_types", None) or ())}
     if others := sorted(kinds - _KINDS - (_MIXING if mixers else set())):
         return f"layers of the kind {others[0]} are not attention to earlier tokens"

@@ -325,8 +325,7 @@ _temporary_folders: list[Any] = []
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as soon as a module registers it; vectors keep their values as
-    `constructed`."""
+    """Move each parameter to the meta device when a module registers it; vectors keep values, `constructed`."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -426,8 +425,8 @@ def tp_styles(model: Any, tp: int) -> dict[str, str]:
     others = {*styles.values()} - {*_TP_STYLES, *_WHOLE}
     if others:
         raise ValueError(f"transformers' plan for it has {', '.join(sorted(others))}")
-    if model.config.model_type in _COUNT_HEADS:
-        raise ValueError("its code computes with the number of all heads")
+    if whole := _NEEDS_WHOLE.get(model.config.model_type):
+        raise ValueError(f"its code computes with the {whole}")
     applied = {name: style for name, style in styles.items() if style in _TP_STYLES}
     for name, style in styles.items():
         module, owner = modules[name], modules[name.rpartition(".")[0]]
@@ -452,8 +451,9 @@ def tp_styles(model: Any, tp: int) -> dict[str, str]:
 
 _OF_HEADS = re.compile(r"\.([kq]_proj|kv_b_proj|qkv_proj|query_key_value)$")
 """The ends of the names of layers whose results are divided into heads."""
-_COUNT_HEADS = ("deepseek_v4", "doge")
-"""Families whose plans divide heads that their code counts, or groups, by the configuration."""
+_HEADS = "number of all heads"
+_NEEDS_WHOLE = {"deepseek_v4": _HEADS, "doge": _HEADS, "gemma3n_text": "mean of all columns"}
+"""Families whose plans divide heads or columns that their code counts, groups or averages."""
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -526,10 +526,7 @@ class RandomWeights:
             for name, value in module.named_parameters():
                 if value.isnan().any():  # no rule initializes it: the constructor does
                     vector = getattr(empty.get_parameter(name), "constructed", None)
-                    value.normal_(std=_CONV1D_STD) if vector is None else value.copy_(vector)
+                    # 0.02 is the deviation in transformers' Conv1D.
+                    value.normal_(std=0.02) if vector is None else value.copy_(vector)
         prefix = f"{unit}." if unit else ""
         return {f"{prefix}{name}": value.detach() for name, value in module.named_parameters()}
-
-
-_CONV1D_STD = 0.02
-"""The standard deviation of a matrix that transformers' `Conv1D` initializes itself."""

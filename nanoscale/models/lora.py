@@ -93,7 +93,10 @@ def linear_layers(block: nn.Module, targets: Sequence[str] | None) -> dict[str, 
     return {
         name: module
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and (targets is None or name.rpartition(".")[2] in targets)
+        if isinstance(module, nn.Linear)
+        and (targets is None or name.rpartition(".")[2] in targets)
+        # Classes of these names return several tensors, or products of parts.
+        and not any(kind in type(module).__name__ for kind in ("Router", "Grouped"))
     }
 
 

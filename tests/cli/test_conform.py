@@ -166,13 +166,15 @@ def test_a_card_says_what_was_not_tried_and_how_a_layout_differs():
 def test_a_small_model_keeps_each_kind_of_layer():
     kinds = ["mamba", "mamba", "moe", "attention", "moe", "mamba"]
     document = {"layers_block_type": kinds, "hidden_size": 4096, "moe_layers": [0, 2, 5]}
-    document |= {"per_layer": {"3": "kept", "4": "dropped"}, "vocab_size": 9, "eos_token_id": 99}
+    document |= {"per_layer": {"03": {"hidden_size": 512}, "4": "dropped"}, "vocab_size": 9}
+    document |= {"eos_token_id": 99, "intermediate_size": [9999] * 6}
     small = small_hf_model(Model(source="hf", hf_config=document), stages=2)
     assert small.layers == 4 and small.hidden == 64
     expected = {"layers_block_type": ["mamba", "mamba", "moe", "attention"], "hidden_size": 64}
     expected |= {
         "moe_layers": [0, 2],
-        "per_layer": {"3": "kept"},
+        "per_layer": {"3": {"hidden_size": 64}},
+        "intermediate_size": [48] * 4,
         "vocab_size": 9,
         "eos_token_id": 63,
     }

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Data, Hooks, Optimizer
 from nanoscale.config.translation.miniature import in_fp32, in_one_process, miniature
-from nanoscale.measure import conformity
+from nanoscale.measure import conformity, small_model
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
 from tests.support import hf_models
@@ -56,12 +57,14 @@ def loss(logits, targets, config):
 STEP = """
 import os
 import torch
+from transformers import AutoModelForCausalLM
 
 def on_step_end(moment):
     weights = moment.modules[0].layers["0"].mlp.down.weight
 """
 OPTIMIZER = """
 import torch
+from transformers import AutoModelForCausalLM
 
 class Own(torch.optim.SGD):
     def step(self, closure=None):
@@ -333,6 +336,7 @@ COMPILED = (
     LOSS
     + """
 import torch
+from transformers import AutoModelForCausalLM
 from nanoscale.models import transformer
 def forward(self, hidden, *rest, real=transformer.Block.forward):
     result = real(self, hidden, *rest)
@@ -400,3 +404,33 @@ def test_a_model_of_transformers_is_made_small_and_equal(tmp_path: Path, family:
     config = make_config(tmp_path, dp=2, stage=3, model=shape, data=Data("random"))
     assert miniature(config, tmp_path)[0].model.hf_config["num_hidden_layers"] == 2
     assert compared(config, tmp_path)["first_difference"] is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "axk2",
+        "cohere_compass_text",
+        "deepseek_v2",
+        "deepseek_v32",
+        "dots1",
+        "dots3_note_text",
+        "falcon_h1",
+        "gemma3n_text",
+        "glm_moe_dsa",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "lfm2_moe",
+        "longcat_flash",
+        "ministral",
+        "nemotron",
+        "qwen4_exp_text",
+    ],
+)
+def test_a_small_model_of_a_type_has_sizes_that_fit(family: str, tmp_path: Path) -> None:
+    request = {"type": family, "document": None, "folder": str(tmp_path)}
+    found = small_model.answer(request)
+    assert found["problem"] is None and found["parameters"] < 200_000
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model.set_experts_implementation("eager")
+    assert model(input_ids=torch.arange(16)[None], use_cache=False).logits.isfinite().all()

@@ -63,7 +63,8 @@ def test_what_our_attention_cannot_compute_is_named(tmp_path: Path) -> None:
     model = made(tmp_path / "a", "qwen3")
     model.hf.config.layer_types = ["full_attention", "linear_attention"]
     assert "layers of the kind linear_attention" in hf_attention.problem(model.hf)
-    model.hf.config.layer_types = None
+    model.hf.config.layer_types, model.hf.config.model_type = None, "doge"
+    assert hf_attention.problem(model.hf) == "its attention makes a mask of its own"
     model.hf.model.layers[0].register_parameter("A_log", torch.nn.Parameter(torch.ones(1)))
     assert hf_attention.problem(model.hf).startswith("model.layers.0 passes a state")
     encoder = made(tmp_path / "b", "bart")

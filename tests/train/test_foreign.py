@@ -26,6 +26,7 @@ from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
 from nanoscale.models.initialization import fill
+from nanoscale.models.lora import linear_layers
 from nanoscale.models.preferences import Objective
 from nanoscale.parallel.tensor import apply_plan
 from nanoscale.runs.directory import RunDirectory
@@ -482,6 +483,22 @@ def test_weights_without_a_rule_are_those_of_the_constructor(
     assert float(values.mean()) == pytest.approx(mean, abs=1e-3)
     assert spread is None or float(values.std()) == pytest.approx(spread, rel=0.1)
     assert all(it.isfinite().all() for it in drawn.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "excluded"),
+    [("phimoe", "mlp.router"), ("llama4_text", "feed_forward.router"), ("deepseek_v4", "o_a_proj")],
+)
+def test_adapters_are_added_to_plain_products(family: str, excluded: str) -> None:
+    """Routers return several tensors, and a grouped layer multiplies parts."""
+    document = hf_models.config_of(family, {})
+    shape = small_hf_model(Model(source="hf", name=family, hf_config=document))
+    block = list(blocks(build(shape)).values())[-1]
+    names = dict(block.named_modules())
+    (name,) = [it for it in names if it.endswith(excluded)]
+    assert isinstance(names[name], nn.Linear)
+    assert any(it.endswith("_proj") for it in linear_layers(block, None))
+    assert name not in linear_layers(block, None)
 
 
 @pytest.mark.slow

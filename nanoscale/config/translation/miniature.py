@@ -27,17 +27,18 @@ _HF_SIZES = {
     1: "n_group topk_group first_k_dense_replace num_dense_layers num_expert_group",
     2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads linear_num_heads "
     "mamba_n_groups n_groups num_query_groups index_n_heads index_topk num_kv_shared_layers "
-    "decoder_layers encoder_layers decoder_attention_heads encoder_attention_heads",
+    "decoder_layers encoder_layers decoder_attention_heads encoder_attention_heads zero_expert_num "
+    "indexer_n_heads indexer_kv_heads indexer_compress_ratio ngram_size",
     4: " ".join(EXPERTS),
-    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim sliding_window linear_key_head_dim "
+    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim sliding_window linear_key_head_dim indexer_budget "
     "linear_value_head_dim chunk_size linear_head_dim mamba_n_heads mamba_num_heads "
     "linear_num_value_heads hidden_size_per_layer_input laurel_rank embedding_size mamba_chunk_size",
     16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size kv_lora_rank "
     "q_lora_rank moe_shared_expert_intermediate_size v_head_dim swa_head_dim global_head_dim "
     "mamba_d_head mamba_head_dim mamba_d_state ssm_state_size state_size time_step_rank mamba_dt_rank "
-    "index_head_dim",
+    "index_head_dim indexer_head_dim expert_ffn_hidden_size shared_experts_intermediate_size",
     48: "decoder_ffn_dim encoder_ffn_dim dim_ff dff",
-    64: "vocab_size_per_layer_input lru_width word_embed_proj_dim",
+    64: "vocab_size_per_layer_input lru_width word_embed_proj_dim hc_lowrank",
     128: "mamba_d_ssm",
 }  # fmt: skip
 """Sizes of parts that our own model has not, by their names in config.json."""
@@ -293,8 +294,10 @@ def small_hf_model(model: Model, divisor: int = 1, stages: int = 1) -> Model:
     limits = {name: widths[key] for key in widths for name in SIZES[key]}
     limits |= {name: size for size, names in _HF_SIZES.items() for name in names.split()}
     limits |= {name: widths["vocab"] - 1 for name in document if name.endswith("_token_id")}
-    if "qk_rope_head_dim" in document:  # latent attention, whose head_dim is the rotated part
-        limits |= {"head_dim": 8, "qk_head_dim": 16}
+    if "qk_rope_head_dim" in document:  # latent attention; its head_dim may be the rotated part
+        is_rotated = document.get("head_dim") == document["qk_rope_head_dim"]
+        limits |= {"head_dim": 8 if is_rotated else 16, "qk_head_dim": 16}
+        limits |= dict.fromkeys(SIZES["kv_heads"], heads)
     depth = sizes(document).get("layers", 0)
     kept = _kept_layers(document, depth, math.lcm(2, stages))
     limits |= dict.fromkeys(SIZES["layers"], len(kept))
@@ -306,9 +309,11 @@ def _small_value(name: str, value: Any, limits: dict[str, int], kept: list[int],
     if _are_numbers(value, depth):
         return [kept.index(i) for i in value if i in kept]
     if isinstance(value, list) and len(value) == depth:
-        return [value[i] for i in kept]
+        return [_small_value(name, value[i], limits, kept, depth) for i in kept]
     if isinstance(value, dict) and value and all(key.isdigit() for key in value):
-        return {str(kept.index(int(i))): it for i, it in value.items() if int(i) in kept}
+        value = {str(kept.index(int(i))): it for i, it in value.items() if int(i) in kept}
+    if isinstance(value, dict):
+        return {key: _small_value(key, it, limits, kept, depth) for key, it in value.items()}
     return min(value, limits[name]) if name in limits and type(value) is int else value
 
 
