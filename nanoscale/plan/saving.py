@@ -122,13 +122,13 @@ class SavingPlan:
 
     @property
     def lost_share(self) -> float | None:
-        """The share of the time that saves into memory and repeated steps take; None: unknown.
+        """The share of the time that saves into memory and repeated steps take; None: unknown, or no restarts.
 
         The time to start again is not in it: the plan does not know how long a compilation takes.
         """
         memory_loss_s = self.config.memory_every * (self.step_s or 0.0) / 2
         lost_s = min(filter(None, (memory_loss_s, self.disk_loss_s)), default=None)
-        if lost_s is None or self.between_failures_s is None:
+        if lost_s is None or self.between_failures_s is None or not self.restarts:
             return None
         return (self.memory_stall_share or 0.0) + min(1.0, lost_s / self.between_failures_s)
 

@@ -217,6 +217,7 @@ def test_the_expected_loss_counts_saves_and_repeated_steps() -> None:
     words = ("launcher.max_restarts=1", "checkpoint.memory_every=2", "checkpoint=none")
     saving = plan_saving(job(*words), 1.0, save_s=1.5, failures_s=100.0)
     assert saving.lost_share == pytest.approx(0.2 + 0.01)
+    assert replace(saving, restarts=0).lost_share is None
     assert (
         "every 100 s (launcher.mtbf_hours), saves and repeated steps take 21.00%"
         in (sentences(saving)["failure"])

@@ -31,13 +31,17 @@ def test_computing_beside_a_collective_loses_what_was_measured():
 
 
 def test_a_network_that_is_waited_for_slows_no_computing():
-    hardware = machine()
-    near = collectives.group(hardware, 8, 1)
-    assert collectives.device_share(hardware, near) == 1.0
-    one_a_host = collectives.group(hardware, 16, 8)
-    network = hardware.inter_bandwidth * hardware.efficiency.inter_host
+    hardware, size = machine(), 1e12
+    near, one_a_host = (collectives.group(hardware, *it) for it in ((8, 1), (16, 8)))
+    copied = collectives.with_copying(hardware, near, size)[1]
+    assert copied == collectives.all_gather(hardware, near, size)
+    summed = collectives.with_copying(hardware, near, size, collectives.all_reduce)[1]
+    assert summed == collectives.all_reduce(hardware, near, size)
     links = hardware.intra_bandwidth * hardware.efficiency.intra_host
-    assert collectives.device_share(hardware, one_a_host) == pytest.approx(network / links)
+    for slower in (1, 2, 8):
+        network = changed(hardware, inter_bandwidth=hardware.inter_bandwidth / slower)
+        copied = collectives.with_copying(network, one_a_host, size)[1]
+        assert copied == pytest.approx(size * 15 / 16 / links, rel=0.01)
 
 
 def test_the_update_of_dtensors_waits_for_the_host():
@@ -167,7 +171,7 @@ def test_a_token_travels_once_to_each_host_and_rank_of_its_experts():
     """Eight of 128 experts on 64 ranks of 8 hosts are on 5.34 hosts, and on 7.78 ranks."""
     layout = {"dp": 64, "ep": 64, "global_batch": 64, "seq_len": 4096}
     part = block.micro_batch_shape(job("qwen3-30b-a3b", **layout), MEGATRON)
-    hardware = machine()
+    hardware = changed(machine(), intra_latency=0.0)
     by_host, by_rank, by_expert = (
         moe.one_way(hardware, replace(part, software=replace(MEGATRON, copies=copies)))
         for copies in ("host", "rank", "expert")

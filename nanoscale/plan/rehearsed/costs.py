@@ -67,8 +67,9 @@ class PlayedCosts:
 
     def slowdown(self, call: Call) -> float:
         """Return the seconds that computation loses for each second of a collective that it hides."""
-        share = collectives.device_share(self.hardware, self._ranks(call["ranks"]))
-        return 0.0 if self.on_cpu else self.hardware.efficiency.overlap * share
+        ranks, size = self._ranks(call["ranks"]), float(call["bytes"])
+        seconds, copying = collectives.with_copying(self.hardware, ranks, size)
+        return 0.0 if self.on_cpu else self.hardware.efficiency.overlap * copying / (seconds or 1.0)
 
     def call(self, call: Call) -> float:
         """Return the seconds of a collective or message, from the moment at which all its ranks are ready."""

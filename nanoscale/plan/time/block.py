@@ -262,7 +262,8 @@ def _in_halves(hardware: Hardware, shape: MicroBatchShape) -> Passes:
         recomputed = doubled(recomputed, (recomputed.total - recomputed.ep - experts, experts), 0.0)
     elif recomputed.total:
         recomputed = doubled(recomputed, (), 0.0)
-    return passes(forward, backward, recomputed, 2 * half.recomputed_flops)
+    hidden = ("ep", "tp") if shape.tp_overlap else ("ep",)
+    return passes(forward, backward, recomputed, 2 * half.recomputed_flops, *hidden)
 
 
 def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
@@ -323,7 +324,8 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
         recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
         flops += 2.0 * p.tokens(shape) * p.inputs * p.outputs
-    return passes(forward, backward, recomputed, flops + attention_flops(shape) * full)
+    hidden = ("tp",) if in_products or shape.software.hidden_tp != "none" else ()
+    return passes(forward, backward, recomputed, flops + attention_flops(shape) * full, *hidden)
 
 
 def attention_flops(shape: MicroBatchShape) -> float:

@@ -5,6 +5,7 @@ Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and
 bandwidth is the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,44 +57,33 @@ def all_gather(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """
     if ranks.size == 1:
         return 0.0
-    return max(_levels(hardware, ranks, size)) + _latency(hardware, ranks, size)
-
-
-def _levels(hardware: Hardware, ranks: AxisRanks, size: float) -> tuple[float, float, float]:
-    """Return a gather's transfer times over the fast links, between hosts, and between pods."""
     efficiency = hardware.efficiency
-    inside = size * (ranks.size - 1) / ranks.size
     fast = hardware.intra_bandwidth * efficiency.intra_host
     hosts = hardware.inter_bandwidth * efficiency.inter_host * ranks.inside
     pod = ranks.pod or ranks.size
     pods = hardware.pod_bandwidth * efficiency.inter_host * pod
-    return (
-        inside / fast if ranks.inside > 1 else 0.0,
-        size * (ranks.size - ranks.inside) / ranks.size / hosts,
-        size * (ranks.size - pod) / ranks.size / pods,
+    transfer = max(
+        (ranks.size - 1) / fast if ranks.inside > 1 else 0.0,
+        (ranks.size - ranks.inside) / hosts,
+        (ranks.size - pod) / pods,
     )
-
-
-def device_share(hardware: Hardware, ranks: AxisRanks) -> float:
-    """Return the share of a gather's time in which the device itself copies, at the rate of its fast links.
-
-    In the rest of the time the device waits for the network, which does not slow down computation.
-    """
-    if ranks.inside == ranks.size:
-        return 1.0
-    fast = hardware.intra_bandwidth * hardware.efficiency.intra_host
-    inside = (ranks.size - 1) / ranks.size / fast
-    return min(1.0, inside / max(_levels(hardware, ranks, 1.0)))
-
-
-def reduce_scatter(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
-    """Return the seconds until every rank has its shard of the sum of `size` bytes."""
-    return all_gather(hardware, ranks, size)
+    return transfer * size / ranks.size + _latency(hardware, ranks, size)
 
 
 def all_reduce(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds until every rank has the whole sum: a reduce-scatter and an all-gather."""
     return 2 * all_gather(hardware, ranks, size) - (START if ranks.size > 1 else 0.0)
+
+
+def with_copying(
+    hardware: Hardware, ranks: AxisRanks, size: float, collective: Callable[..., float] = all_gather
+) -> tuple[float, float]:
+    """Return the seconds of a collective, and those in which the device copies: its time on fast links alone.
+
+    In the rest of the time the device waits for the network, which does not slow down computation.
+    """
+    seconds = collective(hardware, ranks, size)
+    return seconds, min(seconds, collective(hardware, AxisRanks(ranks.size, ranks.size), size))
 
 
 def all_to_all(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
@@ -113,10 +103,9 @@ def exchange(hardware: Hardware, ranks: AxisRanks, near: float, across: float) -
     if ranks.pod is not None:
         beyond = across * (ranks.size - ranks.pod) / (ranks.size - ranks.inside)
         seconds = max(seconds, beyond / (hardware.pod_bandwidth * efficiency.inter_host))
-    # A rank sends one message to each peer.
-    inside_latency = (ranks.inside - 1) * hardware.intra_latency
+    # A rank sends one message to each peer, and waits for the network once.
     across_latency = hardware.inter_latency if ranks.inside < ranks.size else 0.0
-    return seconds + START + inside_latency + across_latency
+    return seconds + START + (ranks.size - 1) * hardware.intra_latency + across_latency
 
 
 def send(hardware: Hardware, ranks: AxisRanks, size: float) -> float:

@@ -58,10 +58,9 @@ class Plan:
     """True if gradients are communicated in parallel with the backward pass."""
     after_update: float
     """Seconds to gather one block's updated parameters after the update."""
-    device_share: float
-    """The share of a gather's time in which the device copies (`collectives.device_share`)."""
-    replica_share: float
-    """The share of the all-reduce over replicas in which the device copies."""
+    device: tuple[float, float, float, float]
+    """The seconds of `gather`, `gather_backward`, `reduce` and `all_reduce` in which the device copies
+    (`collectives.with_copying`)."""
     ends: bool = True
     """True if embedding and head are gathered and reduced, too."""
 
@@ -133,17 +132,17 @@ def plan(
     if config.backend.name == "deepspeed":
         return _deepspeed(config, hardware, micro_batches, size)
     experts = expert_parameters(config.model, layout.expert_tp, layout.ep)
-    gather, reduce, all_reduce = _seconds(config, hardware, 1, size - experts)
+    costs = _seconds(config, hardware, 1, size - experts)
     if experts:
         of_experts = _seconds(config, hardware, layout.data_ep, experts)
-        gather, reduce = gather + of_experts[0], reduce + of_experts[1]
-        all_reduce += of_experts[2]
+        costs = tuple((a + c, b + d) for (a, b), (c, d) in zip(costs, of_experts, strict=True))
     trained, whole = size, keeps_frozen_whole(config)
     if config.lora.rank:
         trained = sum(p.parameters for p in adapters(micro_batch_shape(config)))
-        of_trained, reduce, all_reduce = _seconds(config, hardware, 1, trained)
-        if whole:
-            gather, size = of_trained, trained
+        of_trained = _seconds(config, hardware, 1, trained)
+        costs = of_trained if whole else (costs[0], *of_trained[1:])
+        size = trained if whole else size
+    (gather, near_gather), (reduce, near_reduce), (all_reduce, near_all_reduce) = costs
     each_micro_batch = zero.stage == 3 and layout.pp == 1
     # One rank whose weights have the dtype of its products computes with the weights themselves.
     same_dtype = config.precision.compute == config.precision.params
@@ -162,40 +161,32 @@ def plan(
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
         overlapped=layout.pp == 1 or software.distributed_optimizer,
         after_update=0.0,
-        device_share=collectives.device_share(hardware, _shard_ranks(config, hardware, 1)),
-        replica_share=collectives.device_share(hardware, _replica_ranks(config, hardware, 1)),
+        device=(near_gather, near_gather, near_reduce, near_all_reduce),
         ends=not whole,
     )
 
 
 def _seconds(
     config: ResolvedConfig, hardware: Hardware, ep: int, size: int
-) -> tuple[float, float, float]:
+) -> tuple[tuple[float, float], ...]:
     """Return the seconds to gather `size` parameters, to reduce-scatter their gradients and to sum the shards
-    over replicas.
+    over replicas, each with the seconds in which the device copies.
 
     The parameters are on every ep-th rank of data parallelism: ep = 1 for all but experts.
     """
     grad_bytes = operations.WIDTH[config.precision.reduce]
-    shard, ranks = max(1, shards(config) // ep), _shard_ranks(config, hardware, ep)
-    replicas = _replica_ranks(config, hardware, ep)
-    return (
-        collectives.all_gather(hardware, ranks, size * operations.WIDTH[config.precision.compute]),
-        collectives.reduce_scatter(hardware, ranks, size * grad_bytes),
-        collectives.all_reduce(hardware, replicas, size / shard * grad_bytes),
-    )
-
-
-def _shard_ranks(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
-    """Return the ranks that shard one copy of a parameter, if the parameter is on every ep-th rank."""
-    return collectives.group(hardware, max(1, shards(config) // ep), config.parallel.tp * ep)
-
-
-def _replica_ranks(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
-    """Return the ranks that have the same shard, one in each replica."""
     layout, shard = config.parallel, max(1, shards(config) // ep)
+    ranks = collectives.group(hardware, shard, layout.tp * ep)
+    # The ranks that have the same shard, one in each replica.
     replicas = layout.dp * layout.cp // ep // shard
-    return collectives.group(hardware, replicas, layout.tp * ep * shard)
+    same = collectives.group(hardware, replicas, layout.tp * ep * shard)
+    return (
+        collectives.with_copying(
+            hardware, ranks, size * operations.WIDTH[config.precision.compute]
+        ),
+        collectives.with_copying(hardware, ranks, size * grad_bytes),
+        collectives.with_copying(hardware, same, size / shard * grad_bytes, collectives.all_reduce),
+    )
 
 
 def _deepspeed(config: ResolvedConfig, hardware: Hardware, micro_batches: int, size: int) -> Plan:
@@ -214,15 +205,18 @@ def _deepspeed(config: ResolvedConfig, hardware: Hardware, micro_batches: int, s
     stage3 = zero.stage == 3
     sent_weight_bytes = 1 if zero.quantized_weights else weight_bytes
     sent_grad_bytes = 0.5 if zero.quantized_gradients else grad_bytes
-    gather = collectives.all_gather(hardware, ranks, size * sent_weight_bytes)
-    backward = collectives.all_gather(hardware, secondary, size * sent_weight_bytes)
-    reduce = collectives.reduce_scatter(hardware, ranks, size * sent_grad_bytes)
+    gather, near = collectives.with_copying(hardware, ranks, size * sent_weight_bytes)
+    backward, near_backward = collectives.with_copying(
+        hardware, secondary, size * sent_weight_bytes
+    )
+    reduce, near_reduce = collectives.with_copying(hardware, ranks, size * sent_grad_bytes)
+    times = 1 if zero.stage else 2  # an all-reduce
     overlap = backend.overlap_comm == "on" or (backend.overlap_comm == "auto" and stage3)
     copies = operations.elementwise(hardware, 2.0 * weight_bytes * size)
     return Plan(
         gather=gather if stage3 else 0.0,
         gather_backward=backward if stage3 else 0.0,
-        reduce=reduce if zero.stage else 2 * reduce,
+        reduce=times * reduce,
         all_reduce=0.0,
         gather_copies=copies if stage3 else 0.0,
         reduce_copies=operations.elementwise(hardware, (weight_bytes + grad_bytes) * size),
@@ -232,8 +226,7 @@ def _deepspeed(config: ResolvedConfig, hardware: Hardware, micro_batches: int, s
         reduces=micro_batches if zero.stage >= 2 else 1,
         overlapped=overlap and zero.stage > 0,
         after_update=gather if zero.stage in (1, 2) else 0.0,
-        device_share=collectives.device_share(hardware, ranks),
-        replica_share=0.0,
+        device=(near, near_backward, times * near_reduce, 0.0),
     )
 
 
@@ -259,45 +252,44 @@ def cost(
     units = blocks + table * (min(1, tables) if model.tie_embeddings else tables)
     first_unit = table if holding.first else 1
 
-    def exposed(collective: float, computation: float, uncovered: float) -> float:
-        """Return the exposed seconds of a collective for each block that overlaps with each block's
-        computation.
+    def seconds(
+        times: int, collective: float, near: float, computation: float | None, uncovered: float
+    ) -> float:
+        """Return the seconds that a collective for each block adds to the step, `times` times.
 
-        No computation overlaps with `uncovered` seconds for the first unit.
+        It overlaps with each block's computation, if that is given. No computation overlaps with `uncovered`
+        seconds for the first unit. The device copies for `near` seconds of the collective.
         """
-        longer = max(0.0, collective - computation)
-        return min(collective * units, uncovered * first_unit + longer * (blocks - 1))
-
-    def exposed_backward(collective: float, uncovered: float) -> float:
-        return exposed(collective, backward, uncovered) if plan.overlapped else collective * units
+        if not collective:
+            return 0.0
+        visible = collective * units
+        if computation is not None:
+            longer = max(0.0, collective - computation)
+            visible = min(visible, uncovered * first_unit + longer * (blocks - 1))
+        slowdown = near * (units - visible / collective)
+        return times * (visible + hardware.efficiency.overlap * slowdown)
 
     # The first gather of a forward pass and the last reduction of a backward pass overlap with nothing.
-    gather_and_reduce = min(plan.reduces, plan.gathers_backward)
-    both = plan.gather_backward + plan.reduce
-    passes = [
-        (plan.gathers, plan.gather, exposed(plan.gather, forward, plan.gather)),
-        (gather_and_reduce, both, exposed_backward(both, plan.reduce)),
-        (
-            plan.gathers_backward - gather_and_reduce,
-            plan.gather_backward,
-            exposed_backward(plan.gather_backward, 0.0),
-        ),
-        (plan.reduces - gather_and_reduce, plan.reduce, exposed_backward(plan.reduce, plan.reduce)),
-    ]
-    network = plan.after_update * units + sum(count * visible for count, _, visible in passes)
-    hidden = sum(count * (collective * units - visible) for count, collective, visible in passes)
-    slowdown = plan.device_share * hidden
-    all_reduce = exposed_all_reduce = plan.all_reduce * units
-    if plan.overlapped:
-        # FSDP2 sums over replicas on a stream of its own, in parallel with the reductions within a replica.
-        remaining = max(0.0, backward - plan.reduce)
-        exposed_all_reduce = exposed(plan.all_reduce, remaining, plan.all_reduce)
-    slowdown += plan.replica_share * (all_reduce - exposed_all_reduce)
+    both_times = min(plan.reduces, plan.gathers_backward)
+    near_gather, near_backward, near_reduce, near_all_reduce = plan.device
+    both, near_both = plan.gather_backward + plan.reduce, near_backward + near_reduce
+    during = backward if plan.overlapped else None
+    # FSDP2 sums over replicas on a stream of its own, in parallel with what other collectives leave of the
+    # backward pass.
+    left = max(0.0, backward - (both if both_times else plan.reduce)) if plan.overlapped else None
+    gathers, reduces = plan.gathers_backward - both_times, plan.reduces - both_times
+    communicated = (
+        seconds(plan.gathers, plan.gather, near_gather, forward, plan.gather)
+        + seconds(both_times, both, near_both, during, plan.reduce)
+        + seconds(gathers, plan.gather_backward, near_backward, during, 0.0)
+        + seconds(reduces, plan.reduce, near_reduce, during, plan.reduce)
+        + seconds(1, plan.all_reduce, near_all_reduce, left, plan.all_reduce)
+    )
     copies = plan.gather_copies * (plan.gathers + plan.gathers_backward)
     copies += plan.reduce_copies * plan.reduces
     if not shape.software.sums_in_products:
         copies += plan.accumulate * (micro_batches - plan.reduces)
-    return network + exposed_all_reduce + hardware.efficiency.overlap * slowdown + copies * units
+    return communicated + (plan.after_update + copies) * units
 
 
 def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> float:

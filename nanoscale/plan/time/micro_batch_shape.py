@@ -104,11 +104,17 @@ class Passes:
     """FLOPs of recomputed products, per micro batch and rank."""
     both: Work
     """The sum of forward and backward, without recomputation."""
+    products: float
+    """Seconds of the products of a backward pass, with what waits for them or for the CPU."""
     seconds: tuple[float, float, float]
     """The totals of `forward`, `backward` and `recomputed`, which a search reads often."""
 
 
-def passes(forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0) -> Passes:
+def passes(
+    forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0, *hidden: str
+) -> Passes:
+    """Return the passes; `hidden` names the communication that overlaps with products, backward."""
+    products = sum(getattr(backward, name) for name in ("matmul", "launch", *hidden))
     seconds = forward.total, backward.total, recomputed.total
     both = Work(*(getattr(forward, name) + getattr(backward, name) for name in WORK))
-    return Passes(forward, backward, recomputed, flops, both, seconds)
+    return Passes(forward, backward, recomputed, flops, both, products, seconds)

@@ -3,7 +3,6 @@ memory."""
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import data_parallel, operations
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
@@ -15,33 +14,28 @@ def offloaded(config: ResolvedConfig) -> str:
     return ", ".join(name for name, device in devices.items() if device != "none") or "none"
 
 
-def waiting(
-    config: ResolvedConfig,
-    hardware: Hardware,
-    shape: MicroBatchShape,
-    holding: RankParameters,
-    count: int,
-    forward: float,
-) -> float:
-    """Return the seconds in which computation waits for the link to host memory.
+def with_copies(
+    config: ResolvedConfig, hardware: Hardware, shape: MicroBatchShape, *passes: float
+) -> tuple[float, ...]:
+    """Return the seconds of a block's passes if a pass also waits for its copies from or to host memory.
 
     Offloaded parameters are copied to the device for each pass, by FSDP2 in the dtype of the optimizer, and by
     a single rank of it not ahead. Activations are copied to host memory in parallel with the forward pass, and
     back in parallel with the backward pass.
     """
-    zero, layout = config.zero, config.parallel
-    seconds = 0.0
+    zero, layout, model = config.zero, config.parallel, config.model
+    alone = ahead = 0.0
     if zero.offload_param != "none":
-        parameters = data_parallel.rank_parameters(config.model, layout.tp, holding)
+        tables = 2 * model.vocab * model.hidden / layout.tp
+        parameters = data_parallel.block_parameters(model, layout.tp) + tables / model.layers
         shards = data_parallel.shards(config)
         dtype = config.precision.params if config.offloads else shape.dtype
-        copies = 2 * count * parameters / shards * operations.WIDTH[dtype] / hardware.host_bandwidth
-        hidden = 0.0 if config.offloads and shards == 1 else 2 * count * forward * holding.blocks
-        seconds += max(0.0, copies - hidden)
+        copied = parameters / shards * operations.WIDTH[dtype]
+        alone, ahead = (copied, 0.0) if config.offloads and shards == 1 else (0.0, copied)
     if layout.offload_activations:
-        copy = _saved(shape) / hardware.host_bandwidth
-        seconds += 2 * count * holding.blocks * max(0.0, copy - forward)
-    return seconds
+        ahead += _saved(shape)
+    link = hardware.host_bandwidth
+    return tuple(max(computed, ahead / link) + alone / link for computed in passes)
 
 
 def _saved(shape: MicroBatchShape) -> float:

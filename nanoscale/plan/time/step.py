@@ -112,8 +112,8 @@ def step_time(
     shape = blocks.micro_batch_shape(config, software)
     one, ends = blocks.block(hardware, shape), _ends(hardware, shape)
     share, count = blocks.recomputed_share(config), config.accumulation
-    forward = one.seconds[0]
-    backward = one.seconds[1] + share * one.seconds[2]
+    computed = one.seconds[0] + one.seconds[1] + share * one.seconds[2]
+    forward, backward, _ = passes = _block_seconds(config, hardware, shape, one)
     shards = data_parallel.shards(config)
     kinds = kinds_of_ranks(config, shards)
     loads = [(_load(kind, forward + backward, ends), kind) for kind in kinds]
@@ -122,22 +122,29 @@ def step_time(
     if config.train.objective == "kto":  # answers to other questions are read before the step
         more = _busy(holding, one, ends, "forward")
         busy = Work(*(getattr(busy, name) + getattr(more, name) for name in WORK))
-    idle, transfers = _waiting(config, hardware, shape, one, ends)
+    idle, transfers = _waiting(config, hardware, shape, ends, passes)
     if makespan is not None:
         waiting = max(0.0, makespan - count * load)
         transfers = min(transfers, waiting)
         idle = waiting - transfers
     plan = data_parallel.plan(config, hardware, count, software)
-    dp = data_parallel.cost(hardware, shape, holding, plan, count, forward, backward)
-    local = data_parallel.updated_parameters(config, holding)
+
+    def update_of(kind: RankParameters) -> tuple[float, float]:
+        """Return the seconds of dp and of the optimizer on a rank of this kind."""
+        dp = data_parallel.cost(hardware, shape, kind, plan, count, forward, backward)
+        local = data_parallel.updated_parameters(config, kind)
+        return dp, data_parallel.update(config, hardware, local, kind.blocks, software)
+
+    # All ranks of a pipeline end together, and then the step waits for the slowest of them.
+    dp, update = max(map(update_of, kinds), key=sum)
     parts = StepBreakdown(
         **{name: count * getattr(busy, name) for name in WORK},
         recomputed=count * share * holding.blocks * one.seconds[2],
         pp=transfers,
         dp=dp + data_parallel.tied_embedding(config, hardware),
         bubble=idle,
-        optimizer=data_parallel.update(config, hardware, local, holding.blocks, software),
-        offload=offload.waiting(config, hardware, shape, holding, count, forward),
+        optimizer=update,
+        offload=count * holding.blocks * (forward + backward - computed),
         # Token ids, in 8 bytes.
         data=8.0 * shape.tokens * count / hardware.host_bandwidth,
         jitter=0.0,
@@ -184,15 +191,16 @@ def stage_costs(
     """Return the costs of every stage for one micro batch, in the order of the model's layers."""
     shape = blocks.micro_batch_shape(config, software)
     one, ends = blocks.block(hardware, shape), _ends(hardware, shape)
-    share, send = blocks.recomputed_share(config), _send(config, hardware, shape)
+    send = _send(config, hardware, shape)
+    block_seconds = _block_seconds(config, hardware, shape, one)
     stage_costs = []
     for stage in all_stages(config):
         count = stage.layers
         work = [end for end, has in zip(ends, (stage.first, stage.last), strict=True) if has]
-        forward = count * one.forward.total + sum(end.forward.total for end in work)
-        backward = count * one.backward.total + sum(end.backward.total for end in work)
-        products = count * one.backward.matmul + sum(end.backward.matmul for end in work)
-        backward += count * share * one.recomputed.total
+        forward, backward = (
+            count * block_seconds[i] + sum(end.seconds[i] for end in work) for i in (0, 1)
+        )
+        products = count * block_seconds[2] + sum(end.backward.matmul for end in work)
         stage_costs.append(StageCost(forward, backward, _weights(config, products), send))
     return stage_costs
 
@@ -203,6 +211,16 @@ def training(config: ResolvedConfig, hardware: Hardware, step: StepTime) -> Trai
     device_hours = hours * config.world_size
     cost = None if hardware.price is None else hardware.price * device_hours
     return TrainingEstimate(config.train.steps, hours, device_hours, cost)
+
+
+def _block_seconds(
+    config: ResolvedConfig, hardware: Hardware, shape: MicroBatchShape, one: Passes
+) -> tuple[float, ...]:
+    """Return the seconds of a block's forward pass, of its backward pass with recomputation, and of that
+    pass's products. Each contains the time in which it waits for the CPU and for copies to host memory."""
+    computed = one.seconds[1] + blocks.recomputed_share(config) * one.seconds[2]
+    forward, backward = offload.with_copies(config, hardware, shape, one.seconds[0], computed)
+    return forward, backward, one.products + backward - computed
 
 
 def _ends(hardware: Hardware, shape: MicroBatchShape) -> tuple[Passes, Passes]:
@@ -241,8 +259,8 @@ def _waiting(
     config: ResolvedConfig,
     hardware: Hardware,
     shape: MicroBatchShape,
-    one: Passes,
     ends: tuple[Passes, Passes],
+    block_seconds: tuple[float, ...],
 ) -> tuple[float, float]:
     """Return the seconds that a pipeline rank waits in a step: the bubble if transfers took no time, and the
     waiting that transfers add."""
@@ -250,11 +268,11 @@ def _waiting(
     if layout.pp == 1:
         return 0.0, 0.0
     stages = layout.pp * virtual
-    recomputed = blocks.recomputed_share(config) * one.seconds[2]
-    forward = layers * one.seconds[0] + ends[0].seconds[0] + ends[1].seconds[0]
-    backward = layers * (one.seconds[1] + recomputed) + ends[0].seconds[1] + ends[1].seconds[1]
-    forward, backward = forward / stages, backward / stages
-    weights = _weights(config, layers * one.backward.matmul + ends[1].backward.matmul) / stages
+    forward, backward = (
+        (layers * block_seconds[i] + ends[0].seconds[i] + ends[1].seconds[i]) / stages
+        for i in (0, 1)
+    )
+    weights = _weights(config, layers * block_seconds[2] + ends[1].backward.matmul) / stages
     count, times = config.accumulation, (forward, backward - weights, weights)
     idle = bubble(layout.schedule, layout.pp, virtual, count, *times, 0.0)
     send = _send(config, hardware, shape)
