@@ -74,8 +74,17 @@ def test_what_it_cannot_do_is_refused(folder: Path, capsys: Capsys) -> None:
         capsys, "model=hf", "model.name=./nowhere"
     )
     assert "model=hf" in refused(capsys, "model.trust_remote_code=true")
-    assert nanoscale(["plan", *WORDS, *HF]) == 2
-    assert "are not predicted" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_is_planned_without_weights(folder: Path, capsys: Capsys) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    words = (*WORDS, *HF, "cluster=h100-sxm", "cluster.hosts=1")
+    assert nanoscale(["plan", *words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] > 0 and plan["step_time_s"] > 0
+    assert nanoscale(["plan", *words, "--search"]) == 0
 
 
 def test_what_it_is_not_is_refused(folder: Path, capsys: Capsys) -> None:

@@ -229,7 +229,7 @@ def test_a_rehearsal_decides_whether_a_job_fits() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_is_rehearsed_since_it_has_no_plan(
+def test_a_model_of_transformers_is_rehearsed_where_its_plan_cannot_decide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf_models.save("gpt_neox", tmp_path / "small")
@@ -239,7 +239,7 @@ def test_a_model_of_transformers_is_rehearsed_since_it_has_no_plan(
     )  # fmt: skip
     assert nanoscale(["submit", "recipe=debug", *words, "cluster.memory_gib=1.3"]) == 3
     shown = capsys.readouterr().err
-    assert "a rehearsal measures it" in shown and "does not fit: " in shown
+    assert "a rehearsal decides" in shown and "(rehearsed: rank 0, " in shown
 
 
 @pytest.mark.slow

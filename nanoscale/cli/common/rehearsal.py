@@ -75,31 +75,6 @@ def rehearsal_of_launch(config: ResolvedConfig, *, asked: bool) -> dict[str, Any
     return result
 
 
-def rehearsal_of_unplanned(config: ResolvedConfig, *, asked: bool) -> dict[str, Any] | None:
-    """Return the result of a rehearsal of a job whose memory is not predicted; None if it is not rehearsed.
-
-    Args:
-        asked: True if the user asked for it.
-
-    Raises:
-        UserError: of kind `plan`, it does not fit; of kind `rehearsal`, the code of a rank fails.
-    """
-    from nanoscale.rehearse.rehearsals import known_of, why_unplayable
-    from nanoscale.view.rehearsal_text import verdict
-
-    result = known_of(config)
-    if result is None and (
-        asked or (config.launcher.device != "cpu" and not why_unplayable(config))
-    ):
-        display.note(
-            "the memory of this model is not predicted: a rehearsal measures it (--force skips it)"
-        )
-        result = rehearsal_of_launch(config, asked=asked)
-    if result is not None and result["fits"] is False:
-        raise UserError("plan", f"{verdict(result)}; --force launches it nevertheless")
-    return result
-
-
 def rehearsed(
     config: ResolvedConfig,
     ranks: str,

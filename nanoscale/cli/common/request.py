@@ -324,10 +324,6 @@ def planned(
     try:
         plan = predict(request.config)
     except UnknownHardwareError as error:
-        if request.config.model.source == "hf" and not force:
-            with refusals.gather():
-                program = rehearsal.rehearsal_of_unplanned(request.config, asked=rehearse)
-            return replace(request, program=program)
         if rehearse:
             raise
         display.note(f"not planned: {error}")

@@ -158,11 +158,18 @@ def _one(
 
 
 def _predicted(line: CommandLine) -> tuple[Request, Prediction]:
+    from nanoscale.launch.preflight.by_library import with_weights
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
 
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
+    config = request.config
+    if config.model.source == "hf":  # its parameters are counted, which needs no weights
+        shape = replace(config.model, init_from=None)
+        config = with_weights(request.composed, replace(config, model=shape), fetch=False)
+        counted = replace(config.model, init_from=request.config.model.init_from)
+        request = replace(request, config=replace(config, model=counted))
     return request, with_memory(predict(request.config), known_of(request.config))
 
 

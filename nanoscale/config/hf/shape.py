@@ -49,13 +49,23 @@ def read_shape(folder: Path) -> Model:
     Raises:
         UnsupportedError: there is no config.json, or it describes something other than our families.
     """
-    document = read_config(folder)
+    found = shape_of(read_config(folder))
+    tied = found.tie_embeddings and not has_own_head(folder)
+    return replace(found, name=folder.name, tie_embeddings=tied)
+
+
+def shape_of(document: Json) -> Model:
+    """Return the shape that the content of config.json describes.
+
+    Raises:
+        UnsupportedError: it describes something other than our families.
+    """
     family = document.get("model_type")
     if family not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
     _require_readable(document)
-    values = _read(FAMILIES[family], document) | {"name": folder.name}
+    values = _read(FAMILIES[family], document)
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
         wrong = "; ".join(f"{it.key}={shown(it.value)} {it.message}" for it in violations)
@@ -63,11 +73,7 @@ def read_shape(folder: Path) -> Model:
     found = config.model
     plain = _shape_keys(asdict(found))
     simpler = ("attention_scale", "sliding_window", "full_attention_every", "rope_theta_local")
-    return replace(
-        found,
-        **{key: plain[key] for key in ("kv_heads", "head_dim", *simpler)},
-        tie_embeddings=found.tie_embeddings and not has_own_head(folder),
-    )
+    return replace(found, **{key: plain[key] for key in ("kv_heads", "head_dim", *simpler)})
 
 
 def has_own_head(folder: Path) -> bool:

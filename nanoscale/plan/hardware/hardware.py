@@ -139,17 +139,15 @@ def hardware_of(config: Config) -> Hardware:
             job is not predicted.
     """
     hardware = described_hardware(config)
-    unpredicted, rehearsed = "", ""
-    if config.model.source != "own":
-        unpredicted = f"model={config.model.source}: memory and time of such a model"
-    if config.model.source == "hf":
-        rehearsed = "`nanoscale rehearse` measures its memory, and "
+    unpredicted = ""
+    if config.model.source == "hooks":
+        unpredicted = "model=hooks: memory and time of such a model"
     elif config.lora.rank and config.backend.name == "deepspeed":
         unpredicted = (
             f"lora.rank={config.lora.rank}: memory and time of training adapters with DeepSpeed"
         )
     if unpredicted:
-        without = f"are not predicted; {rehearsed}`nanoscale train` launches it without a plan"
+        without = "are not predicted; `nanoscale train` launches it without a plan"
         raise data_sheets.UnknownHardwareError("config", f"{unpredicted} {without}")
     return hardware
 

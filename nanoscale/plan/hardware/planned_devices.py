@@ -24,7 +24,7 @@ def planned_devices(composed: Composed) -> Devices:
     config = composed.config
     if config.cluster.device is None:
         return detect()
-    # A job that is not predicted, as with model=hf, has devices too.
+    # A job that is not predicted, as with model=hooks, has devices too.
     with suppress(UnknownHardwareError):
         hardware_of(config)
     cluster = described(config)

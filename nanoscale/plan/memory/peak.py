@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nanoscale.common.units import byte_size, counted
+from nanoscale.config.hf.equivalent import as_own
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
@@ -96,7 +97,7 @@ def rank_memory(
         ranks: the pipeline ranks to return; None: all.
         context_bytes: bytes outside of PyTorch's allocator; None: `CONTEXT` on a GPU, 0 on a CPU.
     """
-    setting = setting_of(config)
+    setting = setting_of(as_own(config))
     phases_of = deepspeed_phases if setting.flat else native_phases
     return setting_memory(setting, in_flight, phases_of, ranks=ranks, context_bytes=context_bytes)
 

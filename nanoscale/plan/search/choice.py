@@ -241,6 +241,8 @@ def _space(
     base = check(free, devices, tuple(hosts), searched=frozenset({_DP, *is_open, *follows}))
     world, held = base.world_size, frozenset(SEARCHED) - is_open - follows
     base = replace(base, launcher=replace(base.launcher, devices=world))
+    if base.model.source == "hf":  # only transformers knows what divides its models
+        held |= {f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep")}
     if (dp := config.parallel.dp) != "auto":
         held |= {_DP}
         base = replace(base, parallel=replace(base.parallel, dp=dp))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import itemgetter
 
+from nanoscale.config.hf.equivalent import as_own
 from nanoscale.config.model_math import (
     flops_per_token,
     flops_per_token_causal,
@@ -108,7 +109,7 @@ def step_time(
     Args:
         makespan: seconds of the pipeline's schedule, from its simulation; None: use the closed form.
     """
-    layout = config.parallel
+    config, layout = as_own(config), config.parallel
     shape = blocks.micro_batch_shape(config, software)
     one, ends = blocks.block(hardware, shape), _ends(hardware, shape)
     share, count = blocks.recomputed_share(config), config.accumulation
@@ -189,6 +190,7 @@ def stage_costs(
     config: ResolvedConfig, hardware: Hardware, software: Software = NANOSCALE
 ) -> list[StageCost]:
     """Return the costs of every stage for one micro batch, in the order of the model's layers."""
+    config = as_own(config)
     shape = blocks.micro_batch_shape(config, software)
     one, ends = blocks.block(hardware, shape), _ends(hardware, shape)
     send = _send(config, hardware, shape)
