@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.scaling import LossScale
-from nanoscale.checkpoint.hf import adapters, load, load_any_model
+from nanoscale.checkpoint.hf import adapters, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.layout import row_step
@@ -115,10 +115,7 @@ class Engine(ABC):
             BadFileError: they are incomplete, or of another shape.
         """
         state = self.state() | self.frozen_state()
-        if self.config.model.source == "hf":
-            load_any_model.load(folder, self.config.model, state)
-        else:
-            load.load(folder, self.config.model, state)
+        load_any_model.load(folder, self.config.model, state)
         lora.fill_magnitudes(state)
         self.load_state(state)
 

@@ -20,7 +20,6 @@ from nanoscale.generate.replicas import BatchWork, RunAll, run_here
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, batches
-from nanoscale.models.kv_cache import Cache
 
 _LOGITS = 1 << 26
 """The most logits of a batch."""
@@ -57,7 +56,7 @@ class ScoringBatch:
         inputs = torch.zeros(len(rows), length, dtype=torch.long)
         for line, (row, _) in zip(inputs, rows, strict=True):
             line[: len(row) - 1] = torch.tensor(row[:-1])
-        logits = Cache(opened.model, len(rows), length).logits(inputs.to(opened.device))
+        logits = opened.cache(len(rows), length).logits(inputs.to(opened.device))
         return [
             _scored(line[len(row) - 1 - count : len(row) - 1], row[len(row) - count :])
             for line, (row, count) in zip(logits, rows, strict=True)

@@ -3,10 +3,9 @@
 A model over several devices of this machine has consecutive blocks on each of them.
 """
 
-import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,31 @@ from torch.utils._pytree import tree_map_only
 
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.configuration import require_model
-from nanoscale.checkpoint.hf import load
-from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
+from nanoscale.checkpoint.hf import load_any_model
+from nanoscale.checkpoint.hf.adapters import require_base_of, with_adapter
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
+from nanoscale.common.versions import missing
 from nanoscale.config.composing.frozen import load as load_config
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import read_shape
+from nanoscale.config.objectives import made_for
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
 from nanoscale.data.tokens.tokenizer import load as load_tokenizer
-from nanoscale.models.hf_model import count_parameters
+from nanoscale.models.hf_cache import HFCache
+from nanoscale.models.hf_model import HFModel, count_parameters, named_tensors
+from nanoscale.models.kv_cache import Cache
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.trust import is_own
 
 _ENDS = ("config.json", "generation_config.json")
 """Files of a folder that may name several end-of-text tokens."""
@@ -77,6 +81,12 @@ class Opened:
     def vocab(self) -> int:
         """The number of ids with a meaning; a model's embedding may be larger."""
         return min(self.model.shape.vocab, self.tokenizer.vocab_size)
+
+    def cache(self, batch: int, max_length: int) -> Cache | HFCache:
+        """Return a new cache of this number of sequences, with at most this number of tokens each."""
+        if isinstance(self.model, HFModel):
+            return HFCache(self.model, batch)
+        return Cache(self.model, batch, max_length)
 
 
 def open_model(
@@ -127,12 +137,12 @@ def _open_run(
         raise UserError(
             "model", f"{run.path}: its model is your own (model=hooks), which you can call yourself"
         )
-    if config.model.source == "hf":
-        raise UserError(
-            "model",
-            f"{run.path}: its model is transformers' (model=hf), which `generate` of transformers "
-            f"runs after `nanoscale checkpoints export {shlex.quote(run.reference)} --format hf`",
-        )
+    if (objective := made_for(config.model.hf_config)) != "next-token":
+        what = f"was trained with train.objective={objective}, and predicts no next token"
+        raise UserError("model", f"{run.path}: its model {what}")
+    if config.model.trust_remote_code and not is_own(run):
+        what = "was not made by your own runs, and model.trust_remote_code=true names code to run"
+        raise UserError("trust", f"{run.path} {what}")
     tokenizer = _named(tokenizer_name) if tokenizer_name else vocabulary.tokenizer_of_run(config)
     if tokenizer is None:
         raise _no_tokenizer(
@@ -162,7 +172,7 @@ def _open_folder(
     try:
         model = _empty(read_shape(folder), devices, dtype)
         if devices[0].type != "meta":
-            load.load(folder, model.shape, dict(state_of(model)))
+            load_any_model.load(folder, model.shape, dict(state_of(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
     if not tokenizer_name and in_folder(folder) is None:
@@ -186,11 +196,16 @@ def _fill(model: Transformer, config: ResolvedConfig, stored: StoredCheckpoint) 
     require_base_of(
         config, stored.manifest, "nanoscale checkpoints export RUN --format hf --base DIR"
     )
-    merged = Merged(config, Reader(stored.path).weights)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(merged(name))
-        del state[f"model.{name}"]
-    sharded.load_weights(stored, state)
+    sharded.load_weights(stored, {})  # compares the sizes of files
+    load_any_model.load(Path(str(config.model.init_from)), config.model, state)
+    reader = Reader(stored.path)
+    for name, value in state.items():
+        is_stored = name in reader.tensors  # a counter of routers, or a buffer
+        value.copy_(
+            reader.read(name, tuple(value.shape))
+            if is_stored
+            else with_adapter(config.lora, reader, name, value)
+        )
 
 
 def find_devices(
@@ -234,20 +249,34 @@ def _one_device(named: str, gpus: Sequence[str]) -> str:
 
 def _empty(shape: Model, devices: list[torch.device], dtype: torch.dtype) -> Transformer:
     """Create a model without values, except the counters of routers, which begin at 0."""
-    with torch.device("meta"):
-        model = Transformer(shape)
+    if shape.source == "hf":
+        model: Transformer = _hf_model(shape, devices)
+    else:
+        with torch.device("meta"):
+            model = Transformer(shape)
     model.to(dtype).requires_grad_(False).eval()
     materialize(model, devices)
     return model
 
 
+def _hf_model(shape: Model, devices: list[torch.device]) -> HFModel:
+    if len(devices) > 1:
+        raise UserError("usage", f"transformers' models run on one device: --device {devices[0]}")
+    try:
+        return HFModel(shape)
+    except (ValueError, OSError, ImportError) as error:
+        why = missing("transformers") or error
+        raise UserError("model", f"{shape.name}: transformers cannot build it: {why}") from error
+
+
 def state_of(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a checkpoint holds of a model, by their names in the checkpoint."""
-    for name, parameter in model.named_parameters():
-        yield f"model.{name}", parameter.data
+    for name, value in named_tensors(model):
+        yield f"model.{name}", value.data
     for number, block in model.layers.items():
-        if isinstance(block.mlp, MixtureOfExperts) and model.shape.has_choice_bias:
-            yield f"balance.bias.layers.{number}", block.mlp.router.choice_bias
+        layer = getattr(block, "mlp", None)
+        if isinstance(layer, MixtureOfExperts) and model.shape.has_choice_bias:
+            yield f"balance.bias.layers.{number}", layer.router.choice_bias
 
 
 def _named(tokenizer_name: str) -> Tokenizer:
@@ -275,14 +304,10 @@ def _no_tokenizer(why: str, vocab: int) -> UserError:
 
 def _more_ends(folder: Path) -> Iterator[int]:
     for name in _ENDS:
-        try:
-            found: Any = parse((folder / name).read_text(encoding="utf-8"))
-            numbers = found.get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        yield from (
-            n for n in (numbers if isinstance(numbers, list) else [numbers]) if n is not None
-        )
+        with suppress(OSError, ValueError, AttributeError):
+            numbers = parse((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            numbers = numbers if isinstance(numbers, list) else [numbers]
+            yield from (number for number in numbers if number is not None)
 
 
 def materialize(model: Transformer, devices: Sequence[torch.device]) -> None:
@@ -310,8 +335,8 @@ def materialize(model: Transformer, devices: Sequence[torch.device]) -> None:
 
 def _place(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
-    module.register_forward_pre_hook(partial(_moved, device), with_kwargs=True)
 
+    def moved(_: nn.Module, *arguments: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), arguments)
 
-def _moved(device: torch.device, _: nn.Module, *arguments: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), arguments)
+    module.register_forward_pre_hook(moved, with_kwargs=True)

@@ -8,7 +8,6 @@ import torch
 from nanoscale.common.errors import UserError
 from nanoscale.generate.sampling import NotFiniteError, Sampling, choose
 from nanoscale.generate.weights import Opened
-from nanoscale.models.kv_cache import Cache
 
 END, STOP, LENGTH, CONTEXT, INTERRUPTED = "end", "stop", "length", "context", "interrupted"
 
@@ -100,6 +99,7 @@ def batches(opened: Opened, prompts: Sequence[Sequence[int]], wish: Wish) -> Ite
         longest = max(longest, len(prompt))
         count, room = number - first + 1, min(opened.context, longest + wish.max_tokens)
         full = count > _MOST_ROWS or count * longest > _MOST_TOKENS
+        full |= shape.source == "hf" and len(prompt) != len(prompts[first])  # see `HFCache`
         if number > first and (full or count * room * cached > _MOST_CACHE):
             yield WritingBatch(prompts[first:number], wish, opened.ends)
             first, longest = number, len(prompt)
@@ -121,7 +121,7 @@ def _grow(
                 yield row.number, row.take(next(found))
         return
     room = min(opened.context, max(map(len, prompts)) + wish.max_tokens)
-    cache = Cache(opened.model, len(rows), room)
+    cache = opened.cache(len(rows), room)
     while rows:
         counts = torch.tensor([len(row.new) for row in rows])
         ids = torch.zeros(len(rows), int(counts.max()), dtype=torch.long)
@@ -148,7 +148,7 @@ def _search(opened: Opened, prompt: Sequence[int], wish: Wish) -> list[int]:
     is less likely than the likeliest of the others.
     """
     room = min(opened.context - len(prompt), wish.max_tokens)
-    cache = Cache(opened.model, wish.beams, len(prompt) + room)
+    cache = opened.cache(wish.beams, len(prompt) + room)
     scores = torch.full((wish.beams, 1), -torch.inf, dtype=torch.float64)
     scores[0] = 0.0  # all begin with the same text, so only one of them counts
     texts: list[list[int]] = [[]] * wish.beams

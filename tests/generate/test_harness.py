@@ -27,7 +27,9 @@ from nanoscale.generate.writing import Wish, Written, encode, write
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from tests.support import hf_families
+from tests.support.hf_models import run_of_transformers
 from tests.support.jobs import BYTES, run_of_bytes
+from tests.support.rows import exhaustive
 
 PAIRS = [("ab", "cd"), ("", "x"), ("a longer context ", "and more"), ("k" * 60, "lm"), ("q ", "")]
 
@@ -91,6 +93,27 @@ def test_whole_texts_window_by_window(opened: Opened) -> None:
     assert found == pytest.approx(total, abs=1e-9)
     (short,) = Answers(opened).loglikelihood_rolling(requests(("abc",)))
     assert short == pytest.approx(directly(b"abc", 3)[0], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "nemotron_h", exhaustive("gemma3_text"), exhaustive("deepseek_v3")]
+)
+def test_a_run_of_transformers_model_is_scored_by_its_logits(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = run_of_transformers(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / family, dtype=torch.float64, experts_implementation="eager"
+    )
+    pairs = [("ab", "cd"), ("a longer context", " and more"), ("x", "y")]
+    found = Answers(open_model(str(run.path), dtype="fp64")).loglikelihood(requests(*pairs))
+    for (before, wanted), (score, is_greedy) in zip(pairs, found, strict=True):
+        ids = torch.tensor([[256, *(before + wanted).encode()]])
+        with torch.no_grad():
+            scores = model(ids[:, :-1]).logits[0].log_softmax(-1)[-len(wanted) :]
+        tokens = ids[0, -len(wanted) :]
+        assert score == pytest.approx(scores.gather(1, tokens[:, None]).sum().item(), abs=1e-5)
+        assert is_greedy == bool((scores.argmax(-1) == tokens).all())
 
 
 BOS = 257

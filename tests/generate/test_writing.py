@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanoscale.checkpoint import store
+from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf.export import export
+from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Config, Data
+from nanoscale.config.composing.frozen import dump, load
+from nanoscale.config.schema import Config, Data, Lora
 from nanoscale.data.tokens.tokenizer import ByteTokenizer
 from nanoscale.generate import writing
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, batches, encode, write
+from nanoscale.models.hf_model import saved_buffers
 from tests.support import hf_families
 from tests.support.hf_families import FAMILIES, OF_ANY_LENGTH
+from tests.support.hf_models import run_of_transformers
 from tests.support.jobs import BYTES, SHAPE, run_of_bytes
+from tests.support.rows import exhaustive
 
 GREEDY = Wish(Sampling(0.0), max_tokens=16)
 
@@ -100,6 +106,107 @@ def test_a_run_and_what_is_exported_of_it(tmp_path: Path) -> None:
     other = open_model(str(tmp_path / "out"), dtype="fp64")
     assert encode(other, "def ") == prompt[1:], "as its tokenizer.json begins a text"
     assert written(other, prompt, GREEDY).text == found.text
+
+
+WINDOWS, STATES, LATENT = "gemma3_text", ("qwen3_next", "nemotron_h"), "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", WINDOWS, "gpt_oss", LATENT, *STATES, "gpt2"]
+    + [exhaustive(it) for it in ("falcon", "gpt_neox", "gemma2", "mixtral", "glm4_moe", "hrm_text")]
+    + [exhaustive(it) for it in ("minimax_m2", "gemma4_text", "cohere")],
+)
+def test_a_model_of_transformers_writes_as_its_export_does(family: str, tmp_path: Path) -> None:
+    """Its own cache holds windows, sinks, latents, recurrent states, positions that are learned."""
+    run = run_of_transformers(family, tmp_path)
+    stored = store.find_checkpoint(run.checkpoints, None)
+    out = tmp_path / "out"
+    export(stored, load(run.config), out, "fp64", 10**9, lambda *_: None)
+    opened = open_model(str(run.path), dtype="fp64")
+    drawn = set()
+    for text in ("def main(", "x"):
+        prompt = encode(opened, text)
+        for beams in (1, 3):
+            found = written(replace(opened, ends=frozenset()), prompt, replace(GREEDY, beams=beams))
+            assert found.tokens == theirs(out, prompt, None, beams)
+            drawn |= {*found.tokens}
+    assert len(drawn) > 3
+
+
+@pytest.mark.parametrize("dtype", ["fp32", exhaustive("fp64")])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", WINDOWS, *STATES, "gpt2"]
+    + [exhaustive(it) for it in ("falcon", "gpt_neox", "gemma2", "mixtral", "glm4_moe", "gpt_oss")]
+    + [exhaustive(it) for it in ("minimax_m2", "gemma4_text", "cohere", LATENT)],
+)
+def test_prompts_of_transformers_models_are_answered_as_one_by_one(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """Prompts of one length share a batch."""
+    opened = open_model(str(run_of_transformers(family, tmp_path).path), dtype=dtype)
+    prompts = [encode(opened, text) for text in PROMPTS]
+    wish = replace(GREEDY, max_tokens=12, stops=("e",))
+    alone = [written(opened, prompt, wish) for prompt in prompts]
+    found = [batch.run(opened) for batch in batches(opened, prompts, wish)]
+    assert list(chain(*found)) == alone
+    assert len({len(one.tokens) for one in alone}) > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", exhaustive("nemotron_h")])
+def test_adapters_of_transformers_models_write_as_their_export_does(
+    family: str, tmp_path: Path
+) -> None:
+    """A checkpoint has the adapters and buffers, and the folder has the frozen weights."""
+    run = run_of_transformers(family, tmp_path)
+    opened = open_model(str(run.path), dtype="fp64")
+    prompt = encode(opened, "def main(")
+    before = written(replace(opened, ends=frozenset()), prompt, GREEDY).tokens
+
+    config = replace(load(run.config), lora=Lora(rank=2, alpha=2.0, dora=True))
+    run.config.write_text(dump(config))
+    torch.manual_seed(0)
+    buffers = saved_buffers(opened.model)
+    state = {f"model.{name}": torch.randn_like(value) for name, value in buffers}
+    for name, value in opened.model.named_parameters():
+        if "layers." in name and name.endswith("proj.weight") and value.ndim == 2:
+            adapter = f"model.{name.removesuffix('.weight')}.adapter"
+            state[f"{adapter}.a"] = torch.randn(2, value.shape[1])
+            state[f"{adapter}.b"] = torch.randn(value.shape[0], 2)
+            state[f"{adapter}.magnitude"] = torch.rand(value.shape[0]) + 0.5
+    base = fingerprint(tmp_path / family, config.model)
+    about = {"consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0, "base": base}
+    sharded.save(run.workspace(1), state, {"step": 8} | about)
+
+    stored = store.find_checkpoint(run.checkpoints, None)
+    export(stored, config, tmp_path / "out", "fp64", 10**9, lambda *_: None)
+    opened = open_model(str(run.path), dtype="fp64")
+    found = written(replace(opened, ends=frozenset()), prompt, GREEDY).tokens
+    assert found == theirs(tmp_path / "out", prompt, None) != before
+
+
+def test_models_of_transformers_that_cannot_write(tmp_path: Path) -> None:
+    run = run_of_transformers("qwen3", tmp_path)
+    with pytest.raises(UserError, match="run on one device: --device cpu"):
+        open_model(str(run.path), device="cpu,cpu")
+    config = load(run.config)
+    for changes, message in (
+        ({"trust_remote_code": True}, "was not made by your own runs, and model.trust_remote_code"),
+        ({"hf_config": {"architectures": ["BertForMaskedLM"]}}, "masked, and predicts no next"),
+        ({"hf_config": {"model_type": "unknown"}}, "transformers cannot build it"),
+    ):
+        run.config.write_text(dump(replace(config, model=replace(config.model, **changes))))
+        with pytest.raises(UserError, match=message):
+            open_model(str(run.path))
+
+
+def test_text_of_transformers_models_is_drawn_by_the_seed(tmp_path: Path) -> None:
+    opened = open_model(str(run_of_transformers("gpt_neox", tmp_path).path), dtype="fp64")
+    opened, warm = replace(opened, ends=frozenset()), Wish(Sampling(1.0), max_tokens=12, seed=5)
+    prompt = encode(opened, "def main(")
+    drawn = [written(opened, prompt, replace(warm, seed=seed)).tokens for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_seeds_stops_and_the_end_of_the_context(tmp_path: Path) -> None:

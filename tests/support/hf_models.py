@@ -19,7 +19,8 @@ from nanoscale.config.hf import any_model
 from nanoscale.config.hf.text_part import read_config
 from nanoscale.config.schema import Model
 from nanoscale.models.hf_model import named_tensors
-from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
+from nanoscale.runs.directory import RunDirectory
+from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS, run_of_bytes
 from tests.support.reference import CURVE
 
 COMMON: dict[str, Any] = {
@@ -82,6 +83,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "gemma3_text": COMMON
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "deepseek_v3": COMMON
+    | EXPERTS
+    | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 1, "topk_group": 1}
+    | {"n_shared_experts": 1},
     "hrm_text": COMMON | {"num_key_value_heads": 4, "head_dim": 8},
     "inkling2_text": COMMON
     | EXPERTS
@@ -96,7 +105,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    | {"initializer_range": 0.2},
 }
 
 DEPTH = {"gpt2": "n_layer"}
@@ -156,6 +166,14 @@ def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     )
     begin = str(folder) if loaded else None
     return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
+
+
+def run_of_transformers(family: str, folder: Path, **changes: Any) -> RunDirectory:
+    """Create a run of bytes of such a model, with a checkpoint of its weights."""
+    sizes = {it: 257 for it in FAMILIES[family] if it.startswith("vocab_size")}
+    sizes |= {"n_positions": 48, "max_position_embeddings": 48}
+    model = save(family, folder / family, **sizes | changes)
+    return run_of_bytes(folder, shape_of(folder / family), f"run-{family}", model)
 
 
 def plain_loop(folder: Path, dtype: torch.dtype, steps: int = STEPS) -> CURVE:

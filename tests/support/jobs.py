@@ -32,6 +32,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
+from nanoscale.models.hf_model import PREFIX, named_tensors
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events, fence
@@ -137,9 +138,16 @@ def make_run(config: ResolvedConfig, name: str = "run") -> RunDirectory:
 
 
 def run_of_bytes(
-    folder: Path, shape: Model = BYTES, name: str = "run", **balance: Any
+    folder: Path,
+    shape: Model = BYTES,
+    name: str = "run",
+    foreign: torch.nn.Module | None = None,
+    **balance: Any,
 ) -> RunDirectory:
-    """Create a run of bytes with a checkpoint of random weights and of an unused optimizer's state."""
+    """Create a run of bytes with a checkpoint of random weights and of an unused optimizer's state.
+
+    `foreign` is a model of transformers whose weights it has.
+    """
     data = Data(source="stdlib", cache_dir=str(folder))
     train = Train(steps=1, seq_len=32)
     of_run = Run(name=name, root=str(folder))
@@ -147,10 +155,14 @@ def run_of_bytes(
     run = make_run(
         complete(run=of_run, model=shape, data=data, train=train, precision=precision), name
     )
-    model = Transformer(shape)
-    initialize(model, replace(shape, init_std=0.3), seed=4)
+    if foreign is None:
+        model = Transformer(shape)
+        initialize(model, replace(shape, init_std=0.3), seed=4)
+        named = model.named_parameters(prefix="model")
+    else:
+        named = ((f"model.{PREFIX}{name}", value) for name, value in named_tensors(foreign))
     fence.begin(run, 1)
-    state = {f"model.{n}": value for n, value in model.named_parameters()} | balance
+    state = {name: value.detach() for name, value in named} | balance
     state |= {"optimizer.norm.weight.exp_avg": torch.ones(shape.hidden)}
     about = {"consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
     sharded.save(run.workspace(1), state, {"step": 7, **about})

@@ -9,15 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.checkpoint.hf.load import (
-    differences,
-    file_readers,
-    find,
-    fingerprint,
-    read_part,
-    read_parts,
-    refuse_all,
-)
+from nanoscale.checkpoint.hf.load import differences, find, fingerprint, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, hf_positions, shapes
 from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
@@ -32,9 +24,7 @@ from nanoscale.config.schema import Lora
 if TYPE_CHECKING:
     from torch import Tensor
 
-Read = Callable[[str, tuple[int, ...]], "Tensor"]
-"""A function that reads a whole tensor of a checkpoint, by its name in `Engine.state` and its shape."""
-
+    from nanoscale.checkpoint.reader import Reader
 
 _KEY = "model.init_from"
 
@@ -155,44 +145,41 @@ def load_adapters(folder: Path, config: ResolvedConfig, state: dict[str, Tensor]
     )
 
 
-def with_adapter(lora: Lora, read: Read, module: str, weight: Tensor) -> Tensor:
-    """Return the weight of a module with its adapter, in fp32 or better."""
+def with_adapter(lora: Lora, reader: Reader, name: str, weight: Tensor) -> Tensor:
+    """Return a weight, by its name in the checkpoint, with its adapter, in fp32 or better; unchanged if it has
+    none."""
     import torch
 
+    adapter = f"{name.removesuffix('.weight')}.adapter"
+    if f"{adapter}.a" not in reader.tensors:
+        return weight
     outputs, inputs = weight.shape
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    a = read(f"model.{module}.adapter.a", (lora.rank, inputs))
-    b = read(f"model.{module}.adapter.b", (outputs, lora.rank))
-    dtype = torch.promote_types(dtype, a.dtype)
-    merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=lora.scale)
+    a = reader.weights(f"{adapter}.a", (lora.rank, inputs))
+    b = reader.weights(f"{adapter}.b", (outputs, lora.rank))
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, torch.float32), a.dtype)
+    a, b = (matrix.to(weight.device, dtype) for matrix in (a, b))
+    merged = torch.addmm(weight.to(dtype), b, a, alpha=lora.scale)
     if lora.dora:
-        magnitude = read(f"model.{module}.adapter.magnitude", (outputs,)).to(dtype)
+        magnitude = reader.weights(f"{adapter}.magnitude", (outputs,)).to(a)
         merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
     return merged
 
 
-class Merged:
-    """The weights W + scale · B·A, with DoRA's magnitudes, computed in fp32 or better, one at a time."""
+def merging(config: ResolvedConfig, reader: Reader) -> Callable[[str], Tensor]:
+    """Return the function that reads one of our parameters, whole: W + scale · B·A, with DoRA's magnitudes.
 
-    def __init__(self, config: ResolvedConfig, read: Read) -> None:
-        self._config, self._read = config, read
-        self._stored = find(Path(str(config.model.init_from)), config.model)
-        self._sizes = shapes(config.model)
+    It computes in fp32 or better.
+    """
+    import torch
 
-    def __call__(self, name: str) -> Tensor:
-        """Return one of our parameters, whole."""
-        weight = self._frozen(name)
-        if not is_adapted(self._config, name):
-            return weight
-        return with_adapter(self._config.lora, self._read, name.removesuffix(".weight"), weight)
+    base = find(Path(str(config.model.init_from)), config.model)
+    sizes = shapes(config.model)
 
-    def _frozen(self, name: str) -> Tensor:
-        import torch
+    def merged(name: str) -> Tensor:
+        size, stored = sizes[name], base[name]
+        kind = "float64" if stored[0][1].dtype == "F64" else "float32"
+        whole = torch.empty(size, dtype=getattr(torch, kind))
+        read_parts([(tensor, position, size, whole) for position, tensor in stored])
+        return with_adapter(config.lora, reader, f"model.{name}", whole)
 
-        size, matrices = self._sizes[name], []
-        for position, stored in self._stored[name]:
-            slices = position.slices(size, (0,) * len(size), size)
-            with file_readers() as opened:
-                matrix = read_part(opened, stored, slices)
-            matrices.append(matrix.mT if position.transposed else matrix)
-        return matrices[0] if position.expert is None else torch.stack(matrices)
+    return merged

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoscale.checkpoint import store
-from nanoscale.checkpoint.hf.adapters import Merged, is_adapted, require_base_of, with_adapter
+from nanoscale.checkpoint.hf.adapters import is_adapted, merging, require_base_of, with_adapter
 from nanoscale.checkpoint.hf.base_folder import Base, open_base
 from nanoscale.checkpoint.hf.conversions import CHANGED, RecordedTensor, box_slices, reverted
 from nanoscale.checkpoint.hf.load_any_model import find
@@ -260,7 +260,7 @@ class _Source:
         self._parameter_shapes = {name: shape for name, (shape, _) in tensors.items()}
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank and config.model.source == "own":
-            self._weight = Merged(config, self._reader.weights)
+            self._weight = merging(config, self._reader)
         self._positions: dict[str, list[tuple[str, TensorPosition]]] = {}
         for name, (_, positions) in tensors.items():
             for position in positions:
@@ -306,8 +306,7 @@ class _Source:
                     dtype = torch.promote_types(memory.dtype, torch.float32)
                     whole = torch.empty(shape, dtype=dtype)
                     frozen[name].fill(whole, (0,) * whole.ndim)
-                    module = own.removesuffix(".weight")
-                    value = with_adapter(config.lora, self._reader.weights, module, whole)
+                    value = with_adapter(config.lora, self._reader, f"model.{own}", whole)
                 else:
                     frozen[name].fill(memory, offsets)
                     return

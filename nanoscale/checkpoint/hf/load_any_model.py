@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanoscale.checkpoint.hf.conversions import RecordedTensor, converted, file_tensors
 from nanoscale.checkpoint.hf.load import boxes, count_kept, differing_shapes, refuse_all, unreadable
+from nanoscale.checkpoint.hf.load import load as load_own
 from nanoscale.checkpoint.hf.names import is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Shapes, Stored, are_equal
 from nanoscale.config.objectives import CLASSIFIER, made_for
@@ -65,12 +66,15 @@ def find(folder: Path, model: Any) -> dict[str, RecordedTensor]:
 
 
 def load(folder: Path, shape: Model, state: dict[str, Tensor]) -> None:
-    """Fill the parameters and buffers among the tensors of `Engine.state`, in place; memory: one rank's shard
-    of a tensor.
+    """Fill the parameters and buffers among the tensors of `Engine.state`, in place, of our models too; memory:
+    one rank's shard of a tensor.
 
     Raises:
         BadFileError: a tensor that this rank needs is missing, or a file is damaged.
     """
+    if shape.source == "own":
+        load_own(folder, shape, state)
+        return
     model = build(shape)  # the engine's own may be divided
     with ExitStack() as files, torch.no_grad():
         stored, *_ = _match_names(folder, model, files)

@@ -144,7 +144,7 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
         return []
     keys = "train.objective", "data.loss_on", "model.source"
     objective, loss_on, source = read_values(run.config, keys).values()
-    writes = objective not in ("classify", "masked") and source == "own"
+    writes = objective not in ("classify", "masked") and source != "hooks"
     answers = loss_on == "answers" or objective in ANSWERS
     prompt = "'What can you do?'" if answers else "'Once'"
     asks = f"  nanoscale generate {shlex.quote(run.reference)} --prompt {prompt}"
