@@ -84,7 +84,9 @@ def test_it_is_planned_without_weights(folder: Path, capsys: Capsys) -> None:
     assert nanoscale(["plan", *words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] > 0 and plan["step_time_s"] > 0
-    assert nanoscale(["plan", *words, "--search"]) == 0
+    assert nanoscale(["plan", *words, "parallel.dp=auto", "--search", "--json"]) == 0
+    layouts = [it["layout"] for it in json.loads(capsys.readouterr().out)["layouts"]]
+    assert {it["tp"] for it in layouts} == {it["pp"] for it in layouts} == {1}, "as they are set"
 
 
 def test_what_it_is_not_is_refused(folder: Path, capsys: Capsys) -> None:

@@ -58,13 +58,9 @@ def search_space(
     Raises:
         UserError: a setting other than the layout breaks a rule.
     """
-    held = frozenset(
-        key
-        for key in SEARCHED
-        if key not in _FOLLOWS
-        and composed.by_hand(key)
-        and value_of(composed.config, key) != "auto"
-    )
+    is_foreign = composed.config.model.source == "hf"
+    chosen = {key for key in SEARCHED if composed.by_hand(key) or (is_foreign and key in _DIVIDING)}
+    held = frozenset(key for key in chosen if value_of(composed.config, key) != AUTO) - {*_FOLLOWS}
     open_keys = frozenset({"parallel.dp", *SEARCHED}) - held - {"backend.compile"}
     plain = Config()
     neutral = with_values(composed.config, {key: value_of(plain, key) for key in open_keys})
@@ -159,6 +155,8 @@ SLOWEST = 1.1
 _DEGREES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp"})
 _STAGE = "zero.stage"
 _DP = "parallel.dp"
+_DIVIDING = frozenset(f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep"))
+"""Keys of transformers' models that the search keeps: only transformers knows what divides them."""
 _MAY_FOLLOW = (*_FOLLOWS, "parallel.checkpoint_every", "zero.nvme_path")
 """Keys that the search may change together with the chosen ones, unless the command line set them."""
 
@@ -241,8 +239,8 @@ def _space(
     base = check(free, devices, tuple(hosts), searched=frozenset({_DP, *is_open, *follows}))
     world, held = base.world_size, frozenset(SEARCHED) - is_open - follows
     base = replace(base, launcher=replace(base.launcher, devices=world))
-    if base.model.source == "hf":  # only transformers knows what divides its models
-        held |= {f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep")}
+    if base.model.source == "hf":
+        held |= _DIVIDING
     if (dp := config.parallel.dp) != "auto":
         held |= {_DP}
         base = replace(base, parallel=replace(base.parallel, dp=dp))
