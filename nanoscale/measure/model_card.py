@@ -24,6 +24,7 @@ from nanoscale.config.hf.safetensors_headers import are_equal, read_folder
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.measure import conformity
+from nanoscale.models.mixers import recurrence
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
@@ -33,19 +34,22 @@ from nanoscale.runs.rank_context import RankContext
 def run(context: RankContext) -> str:
     """Compute rows of a card.
 
-    The task holds the `files` of their configurations, next to which results are written, and what is `asked`
-    of `judge`, both by row.
+    By row, the task holds `files` of configurations, next to which results are written, and `asked` of `judge`.
     """
+    recurrence.CHUNK = 4  # each row of tokens has several
     process_group.join(context.world_size, torch.device("cpu"), 120.0, even_alone=True)
     task = read_json(context.run.task)
     works = {"documents": compare_documents, "export": compare_export}
+    one = context.world_size == 1
+    in_layout = conformity.compare_with_layout if one else conformity.record_layout
     for row, path in task["files"].items():
-        file = Path(path)
-        problem = judge(task["asked"][row])["problem"]
+        file, folder = Path(path), RunDirectory(Path(path).parent)
+        answer = judge(task["asked"][row])
+        problem, kept = answer["problem"], answer.get("kept_tensors", 0)
         try:
-            work = works.get(row, _in_layout)
-            job = load(file), RunDirectory(file.parent), context.rank
-            result = {"refused": problem} if problem else work(*job)
+            config, work = load(file), works.get(row, in_layout)
+            config = replace(config, model=replace(config.model, kept_tensors=kept))
+            result = {"refused": problem} if problem else work(config, folder, context.rank)
         except UserError as error:
             result = {"refused": str(error)}
         process_group.gather(None)
@@ -55,12 +59,6 @@ def run(context: RankContext) -> str:
         write_json(context.run.result, {})
     process_group.leave()
     return "completed"
-
-
-def _in_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
-    if config.world_size > 1:
-        return conformity.record_layout(config, folder, rank)
-    return conformity.compare_with_layout(config, folder, rank)
 
 
 def compare_documents(config: ResolvedConfig, _: RunDirectory, __: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A small random model of a type of transformers, saved as its publishers would save it.
+"""A small random model of a type of transformers, saved as publishers do, with what transformers ignores.
 
 `python -m nanoscale.measure.small_model < request.json` writes it: the launcher never imports transformers. A
 request is the `type`, its config.json as `document` or null for the usual one, and the `folder` to write; the
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from nanoscale.config.schema import Model
@@ -60,12 +61,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             if tensor.is_floating_point() and tensor.ndim == 1:
                 tensor += 0.3 * torch.randn_like(tensor)
     model.save_pretrained(request["folder"])
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    names = [it.replace("\\", "") for it in ignored if it.endswith((".", "*")) and "(" not in it]
+    kept = {f"{name.strip('^.*')}.norm.weight": torch.arange(3.0) for name in names}
+    file = f"{request['folder']}/model.safetensors"
+    save_file(load_file(file) | kept, file, {"format": "pt"})
     return {"problem": None, "parameters": count, "transformers": transformers.__version__}
 
 
-def main() -> None:
-    print(json.dumps(answer(json.load(sys.stdin))))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(answer(json.load(sys.stdin))))

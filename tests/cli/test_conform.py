@@ -136,6 +136,43 @@ def test_a_card_finds_a_gradient_that_tp_does_not_sum_and_names_a_failed_row(
     assert "e-1" in ring and "e-1" in resume
 
 
+LOST = """
+from torch.nn import functional as F
+
+from nanoscale.checkpoint.hf.base_folder import Base
+from nanoscale.models.mixers import recurrence
+
+arrange, visibility = Base.arrange, recurrence._visibility
+
+def arrange_trained(self, trained):
+    entries, names = arrange(self, trained)
+    return {name: it for name, it in entries.items() if name in names}, names
+
+def visibility_of_all(documents, chunk):
+    reads, *others = visibility(documents, chunk)
+    return reads | True, *others
+
+Base.arrange, recurrence._visibility = arrange_trained, visibility_of_all
+
+def loss(logits, targets, config):
+    return F.cross_entropy(logits, targets, reduction="none")
+"""
+
+
+@pytest.mark.slow
+def test_a_card_finds_a_tensor_that_an_export_loses_and_a_state_that_no_document_ends(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    rows = {row: conform._ROWS[row] for row in ("documents", "export")}
+    monkeypatch.setattr(conform, "_ROWS", rows)
+    (tmp_path / "hooks.py").write_text(LOST)
+    words = ("hooks.path=hooks.py", "train.objective=hooks")
+    assert run(["conform", "--card", "nemotron_h", *words]) == 1
+    _, documents, export, _ = capsys.readouterr().out.splitlines()
+    assert "differs" in documents and "mtp.norm.weight is not the same" in export
+
+
 @pytest.mark.parametrize(
     ("name", "message", "suggestions"),
     [

@@ -24,7 +24,7 @@ def recur(
     state: Tensor | None = None,
     *,
     rate: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[rows, seq, heads, value]` and the state after the last token.
 
@@ -38,9 +38,9 @@ def recur(
         state: the state of the first token's document before it, `[rows, heads, key, value]`; None: zeros.
             It may have more columns, for which v is 0.
         rate: the rates of the delta rule, `[rows, seq, heads]`; None: u_t = v_t.
-        chunk: the tokens of a chunk, a power of 2.
+        chunk: the tokens of a chunk, a power of 2; 0: CHUNK.
     """
-    rows, seq, groups = k.shape[:3]
+    chunk, (rows, seq, groups) = chunk or CHUNK, k.shape[:3]
     heads, padding = v.shape[2], -seq % chunk
 
     def chunks(x: Tensor) -> Tensor:  # [chunks, rows, groups, heads of a group, chunk, width]
