@@ -19,7 +19,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
-from nanoscale.models import lora
+from nanoscale.models import hf_attention, lora
 from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, LossHead, saved_buffers
@@ -426,7 +426,7 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
         owners: list[HFModel | LossHead] = [hf_model, *filter(None, (hf_model.head,))]
         for it in owners:
             it.objective, it.token_losses, it.distillation = objective, token_losses, distillation
-        if config.data.document_mask:
+        if config.data.document_mask or hf_attention.mixes_faster(hf_model.hf):
             hf_model.attend_with(CausalAttention(config.model))
         return hf_model
     model = Transformer(config.model, blocks, first=stage == 0, last=stage == stages - 1)

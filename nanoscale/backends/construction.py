@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from nanoscale.backends import low_bits
 from nanoscale.backends.base import make_stage
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.models import hf_attention, lora
-from nanoscale.models.attention import CausalAttention
-from nanoscale.models.hf_model import HFModel
+from nanoscale.models import lora
 from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import parallelize
@@ -28,8 +26,6 @@ def build_stages(
     for number in stages_of(config.parallel, layout.coordinates.pp):
         with torch.device("meta"):
             stage = make_stage(config, number)
-            if isinstance(stage, HFModel) and hf_attention.mixes_faster(stage.hf):
-                stage.attend_with(CausalAttention(config.model))
         # Adapters are attached later, in the dtype of trained weights.
         stage.to(compute_dtype if config.lora.rank else TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:

@@ -33,6 +33,7 @@ from nanoscale.runs.directory import read_json
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.variants import Variant
+    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.plan.predict import Prediction
@@ -157,19 +158,24 @@ def _one(
     return DONE if prediction.fits else DOES_NOT_FIT
 
 
-def _predicted(line: CommandLine) -> tuple[Request, Prediction]:
+def _counted(composed: Composed, config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration with the parameters of a model of transformers counted, without its weights."""
     from nanoscale.launch.preflight.by_library import with_weights
+
+    if config.model.source != "hf":
+        return config
+    shape = replace(config.model, init_from=None)
+    found = with_weights(composed, replace(config, model=shape), fetch=False).model
+    return replace(config, model=replace(found, init_from=config.model.init_from))
+
+
+def _predicted(line: CommandLine) -> tuple[Request, Prediction]:
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
 
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
-    config = request.config
-    if config.model.source == "hf":  # its parameters are counted, which needs no weights
-        shape = replace(config.model, init_from=None)
-        config = with_weights(request.composed, replace(config, model=shape), fetch=False)
-        counted = replace(config.model, init_from=request.config.model.init_from)
-        request = replace(request, config=replace(config, model=counted))
+    request = replace(request, config=_counted(request.composed, request.config))
     return request, with_memory(predict(request.config), known_of(request.config))
 
 
@@ -258,6 +264,7 @@ def _search(
 
     composed = line.compose(_space)
     space = _space(composed)
+    space = replace(space, base=_counted(composed, space.base))
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
     result, other = search(space, hardware), None
     if not composed.by_hand("backend.name"):

@@ -9,7 +9,7 @@ from nanoscale.config.hf.families import FAMILIES, Json, UnsupportedError
 from nanoscale.config.hf.shape import shape_of
 from nanoscale.config.model_math import experts, parameters
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Lora, Model
+from nanoscale.config.schema import Model
 
 _RECURRENT_REACH = 256
 """The window of attention, in tokens, that costs as much as a layer with a recurrence."""
@@ -42,8 +42,7 @@ def as_own(config: ResolvedConfig) -> ResolvedConfig:
         return config
     if id(model) not in _known:
         _known[id(model)] = model, _equivalent(model)
-    lora = replace(config.lora, targets=None) if config.lora.rank else Lora()
-    return replace(config, model=_known[id(model)][1], lora=lora)
+    return replace(config, model=_known[id(model)][1], lora=replace(config.lora, targets=None))
 
 
 def has_recurrences(model: Model) -> bool:
@@ -87,8 +86,8 @@ def _like(model: Model) -> Model:
             values["shared_ffn"] = shared * values.get("ffn", model.ffn)
         values["dense_layers"] = min(values.get("dense_layers", 0), model.layers - 1)
     else:
-        values = {key: it for key, it in values.items() if key not in ("ffn", "shared_ffn")}
-        values.pop("dense_layers", None)
+        of_experts = ("ffn", "shared_ffn", "dense_layers")
+        values = {key: it for key, it in values.items() if key not in of_experts}
     if "kv_rank" in values:
         values["head_dim"] = values.get("rope_head_dim", 64) + document.get("qk_nope_head_dim", 128)
     kinds = _kinds(document)
