@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, Protocol
+from typing import Any
 
 from nanoscale.common.credentials import without_credentials
 from nanoscale.config.reference import flat
@@ -96,21 +96,6 @@ class Subject:
         return values
 
 
-class Tracker(Protocol):
-    """A client of a tracker, used by one thread."""
-
-    def open(self, state: TrackerState) -> int:
-        """Begin or continue the tracker's run, set `state.id`, and return the last step that it has."""
-
-    def write(self, record: Record) -> None: ...
-
-    def close(self, outcome: str) -> None:
-        """End the tracker's run; the outcome is "completed", "stopped" or "failed"."""
-
-    def address(self) -> str:
-        """Return where people look at the run."""
-
-
 @dataclass
 class Background:
     """A tracker in a thread of its own. Its first failure is an event of the run, and it receives no more.
@@ -120,7 +105,7 @@ class Background:
 
     name: str
     subject: Subject
-    tracker: Tracker
+    tracker: "Wandb | MLflow"
     first: int
     """The step from which the training continues; earlier ones are in metrics.jsonl."""
     _queue: queue.Queue[Callable[[], None] | None] = field(
@@ -211,6 +196,7 @@ class Wandb:
         self._subject = subject
 
     def open(self, state: TrackerState) -> int:
+        """Begin or continue the tracker's run, set `state.id`, and return the last step that it has."""
         import wandb
 
         run, logger = self._subject.run, self._subject.config.logger
@@ -339,7 +325,7 @@ class MLflow:
         return f"run {self._id} in {re.sub('//[^/@]*@', '//', self._uri)}"  # without a password
 
 
-TRACKERS: dict[str, Callable[[Subject], Tracker]] = {"wandb": Wandb, "mlflow": MLflow}
+TRACKERS: dict[str, type[Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
 """The trackers by their keys of `logger`, whose value "off" leaves a tracker out."""
 
 

@@ -317,10 +317,13 @@ def removed_on_error(root: Path) -> Iterator[list[Path]]:
         raise
 
 
-def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) -> None:
+def write_atomically(
+    path: Path, text: str | bytes, folder: Path | None = None, *, durable: bool = True
+) -> None:
     """Write a file so that readers and a crash see either the whole old one or the whole new one.
 
-    It is written next to `path` first, or in `folder`, and renamed.
+    It is written next to `path` first, or in `folder`, and renamed. If it is not `durable`, it may be lost by a
+    crash, and waits for no disk that is busy or hangs.
     """
     data = text.encode() if isinstance(text, str) else text
     temporary = (folder or path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}"
@@ -328,12 +331,14 @@ def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) 
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def no_follow(path: str | Path, flags: int) -> int:
@@ -371,8 +376,9 @@ def file_sum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, text, durable=durable)
 
 
 def read_json(path: Path) -> Any:

@@ -504,7 +504,7 @@ def _diagnose_kill(evidence: Evidence, who: str = "it") -> tuple[str, str]:
 def write_rank_failure(path: Path, failure: RankFailure) -> None:
     """Write a rank's report for the agent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(failure))
+    write_json(path, asdict(failure), durable=False)
 
 
 def read_rank_failure(path: Path) -> RankFailure | None:

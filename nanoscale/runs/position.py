@@ -264,7 +264,8 @@ def answer_questions(failure_file: Path) -> None:
         def answer() -> None:
             while os.read(descriptor, 1):
                 with suppress(OSError):
-                    write_json(failure_file.with_suffix(ANSWER), asdict(of_thread(main)))
+                    position = asdict(of_thread(main))
+                    write_json(failure_file.with_suffix(ANSWER), position, durable=False)
 
         threading.Thread(target=answer, name="position", daemon=True).start()
 

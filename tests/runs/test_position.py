@@ -147,6 +147,8 @@ def test_without_a_majority_the_rank_in_the_users_own_code_is_named():
 
 
 def _hang(file, ready):
+    """Hang on a disk that never syncs a file, neither this thread's nor another one's."""
+    os.fsync = lambda _: threading.Event().wait()  # type: ignore[assignment,return-value]
     position.answer_questions(file)
     position.NOW.step = 5
     ready.set()
