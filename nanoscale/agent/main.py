@@ -7,9 +7,8 @@ of seconds. It stays for further attempts. The agent itself does not load torch.
 import multiprocessing
 import os
 import signal
-import tempfile
 from contextlib import suppress
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from pathlib import Path
 from threading import Thread
 
@@ -30,8 +29,8 @@ from nanoscale.worker import JOBS, Job
 
 _PRELOADED = ["nanoscale.agent.fork_server", "nanoscale.agent.rank", "torch"]
 
-_FOLDER_BYTES = 75
-"""In bytes: the path of a socket may have 107, and multiprocessing takes 32 of them."""
+_FOLDER_BYTES = 89
+"""The path of a socket may have 107 bytes, and multiprocessing takes 18 of them."""
 
 _REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals to report to the launcher: SLURM signals a preemption to the tasks of a job, not to its launcher."""
@@ -135,15 +134,11 @@ def _start_fork_server(job: Job | str, folder: Path) -> None:
 
 
 def _choose_folder_for_sockets(folder: Path) -> None:
-    """Create multiprocessing's own folder once, in ours; in /tmp if ours is too long for a socket's path.
+    """Let multiprocessing use our folder, or one in /tmp if ours is too long for a socket's path.
 
-    Its semaphores are named after our folder, so that they are removed together with the folder.
+    It has no folder of its own, which it would want to remove after ours. Its semaphores are named after ours.
     """
     configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     configuration["semprefix"] = f"/{folder.name}"  # by which `scratch.remove` finds them
-    default = tempfile.tempdir
-    tempfile.tempdir = str(folder)
-    if len(os.fsencode(folder)) > _FOLDER_BYTES:
-        tempfile.tempdir = str(scratch.make("/tmp"))
-    util.get_temp_dir()
-    tempfile.tempdir = default
+    is_short = len(os.fsencode(folder)) <= _FOLDER_BYTES
+    configuration["tempdir"] = str(folder if is_short else scratch.make("/tmp"))
