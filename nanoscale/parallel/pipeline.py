@@ -190,12 +190,13 @@ class _Stage(PipelineStage):
         _describe_all(self.grad_recv_info, num_microbatches)
         return result
 
-    def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
+    # From torch 2.14 on, the last argument is the group of a direction.
+    def _get_recv_ops(self, recv_infos: Any, *group: Any) -> list[dist.P2POp]:
         for info in recv_infos:
             empty = info.empty
             memory = torch.empty(empty.shape, dtype=empty.dtype, device=empty.device)
             info.buffer = memory.requires_grad_(empty.requires_grad)
-        return super()._get_recv_ops(recv_infos)
+        return super()._get_recv_ops(recv_infos, *group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [] if self.is_first else super().get_fwd_recv_ops(fwd_chunk_id)

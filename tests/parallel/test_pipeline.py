@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
 from nanoscale.common.errors import UserError
 from nanoscale.config import layout
-from nanoscale.parallel.pipeline import MULTI, SINGLE, Pipeline, _require_torch
+from nanoscale.parallel.pipeline import MULTI, SINGLE, Pipeline, _require_torch, _Stage
 from tests.support.ranks import run_ranks
 
 BOUNDARY = (1, 3, 7)
@@ -31,6 +32,15 @@ def test_backward_passes_are_split_where_torch_can(
         return
     with pytest.raises(UserError, match=f"schedule={schedule} needs torch 2.13 or newer"):
         _require_torch(schedule)
+
+
+@pytest.mark.parametrize("group", [(), ("downstream",)], ids=["torch 2.13", "torch 2.14"])
+def test_a_stage_receives_in_the_group_that_torch_names(
+    monkeypatch: pytest.MonkeyPatch, group: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(PipelineStage, "_get_recv_ops", lambda _, infos, *group: (infos, group))
+    received: Any = object.__new__(_Stage)._get_recv_ops([], *group)
+    assert received == ([], group)
 
 
 class _Linear(nn.Module):
