@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive test-oldest lint size format bench bench-plan faults docs schemas model-cards pictures docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest test-newest lint size format bench bench-plan faults docs schemas model-cards pictures docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -24,18 +24,33 @@ test-quick: $(READY)
 test-exhaustive: $(READY)
 	$(TESTS) --numprocesses=2 -m exhaustive $(PYTEST_ARGS)
 
-# The quick tests and rehearsals with the lowest versions that pyproject.toml admits, in an environment of their own.
+# The quick tests and rehearsals in an environment of other versions.
+define TESTS_IN
+	$(1)/bin/python -m pytest --numprocesses=2 -m "not cluster and not slow and not exhaustive" $(PYTEST_ARGS)
+	$(1)/bin/python -m pytest --numprocesses=2 tests/rehearse $(PYTEST_ARGS)
+endef
+
+# With the lowest versions that pyproject.toml admits.
 OLDEST := build/oldest
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest --numprocesses=2 -m "not cluster and not slow and not exhaustive" $(PYTEST_ARGS)
-	$(OLDEST)/bin/python -m pytest --numprocesses=2 tests/rehearse $(PYTEST_ARGS)
+	$(call TESTS_IN,$(OLDEST))
 
 $(OLDEST)/.ready: $(READY) pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
-	$(BIN)/python dev/oldest.py > $(OLDEST)/requirements.txt
+	$(BIN)/python dev/admitted.py lowest > $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(OLDEST)/.ready
+
+# With the newest ones, as a user installs them today; pip upgrades them each time. On Linux this is the CUDA build of torch,
+# which needs no GPU for this: about 7 GB, of which 5 GB are downloaded.
+NEWEST := build/newest
+test-newest: $(READY)
+	$(PYTHON) -m venv $(NEWEST)
+	$(BIN)/python dev/admitted.py ranges > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --requirement $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(call TESTS_IN,$(NEWEST))
 
 lint: $(READY)
 	$(BIN)/ruff check .
