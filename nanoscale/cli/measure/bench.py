@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -62,11 +62,11 @@ def bench(
     output.require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
     if scale is not None:
-        about = _test_scaling(line, scale, weak, warmup, steps, force)
+        about = _test_scaling(line, *scale, weak, warmup, steps, force)
         report = scaling_report(about)
         output.write_page(html, report, overwrite=overwrite)
         output.answer(as_json, about, output.show_report, report, html)
-        return output.DONE if len(about["points"]) == len(scale.counts) else output.FAILED
+        return output.DONE if len(about["points"]) == len(scale[1]) else output.FAILED
     told = _measure(_request(line, force), warmup, steps)
     if told is None:
         return output.FAILED
@@ -106,21 +106,8 @@ def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Docu
 # --- scaling --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """The numbers of devices or hosts to measure with."""
-
-    option: str
-    """`--devices` or `--num-nodes`."""
-    counts: tuple[int, ...]
-
-    @property
-    def axis(self) -> str:
-        return "devices" if self.option == "--devices" else "hosts"
-
-
-def _scale(devices: str | None, line: CommandLine) -> _Scale | None:
-    """Return what a scaling test varies; None if none is requested.
+def _scale(devices: str | None, line: CommandLine) -> tuple[str, list[int]] | None:
+    """Return the option of a scaling test, and its numbers of devices or hosts; None if none is requested.
 
     Raises:
         UserError: the numbers are not ascending ones from 1, or both lists are given.
@@ -138,11 +125,17 @@ def _scale(devices: str | None, line: CommandLine) -> _Scale | None:
     if len(numbers) < max(2, len(words)) or numbers != sorted({*numbers} - {0}):
         what = f"must be ascending numbers, as in {option} 1,2,4"
         raise UserError("usage", f"{option} {text}: {what}")
-    return _Scale(option, tuple(numbers))
+    return option, numbers
 
 
 def _test_scaling(
-    line: CommandLine, scale: _Scale, weak: bool, warmup: int, steps: int, force: bool
+    line: CommandLine,
+    option: str,
+    counts: list[int],
+    weak: bool,
+    warmup: int,
+    steps: int,
+    force: bool,
 ) -> Document:
     """Measure with every number, after all of them are checked and planned; a failure ends the test.
 
@@ -150,19 +143,24 @@ def _test_scaling(
         UserError: one of the requests is wrong.
         typer.Exit: the first job failed.
     """
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.values.provenance import COMMAND_LINE
     from nanoscale.launch.lifecycle.bench import scaling_document
 
+    axis, key = ("devices",) * 2 if option == "--devices" else ("hosts", "nodes")
     requests: list[Request] = []
-    for count in scale.counts:
-        counted = _with_count(line, scale, count)
+    for count in counts:
+        source = f"{COMMAND_LINE}: {option} {count}"
+        scaled = {f"launcher.{key}": Setting(count, source), "parallel.dp": Setting("auto", source)}
+        counted = replace(line, options={**line.options, **scaled})
         if weak and requests:
-            batch = requests[0].config.train.global_batch * count // scale.counts[0]
+            batch = requests[0].config.train.global_batch * count // counts[0]
             kept = [word for word in line.overrides or () if not word.startswith(f"{_BATCH}=")]
             counted = replace(counted, overrides=[*kept, f"{_BATCH}={batch}"])
         requests.append(_request(counted, force))
     measured: list[Document] = []
-    for count, request in zip(scale.counts, requests, strict=True):
-        label = f"{scale.axis} {count}: "
+    for count, request in zip(counts, requests, strict=True):
+        label = f"{axis} {count}: "
         told = _measure(request, warmup, steps, label)
         if told is None:
             break
@@ -170,18 +168,7 @@ def _test_scaling(
         measured.append(told)
     if not measured:
         raise typer.Exit(output.FAILED)
-    return scaling_document(scale.axis, scale.counts[: len(measured)], measured, weak=weak)
-
-
-def _with_count(line: CommandLine, scale: _Scale, count: int) -> CommandLine:
-    """Return the command line with a count, which dp follows."""
-    from nanoscale.config.composing.compose import Setting
-    from nanoscale.config.values.provenance import COMMAND_LINE
-
-    source = f"{COMMAND_LINE}: {scale.option} {count}"
-    key = "launcher.devices" if scale.axis == "devices" else "launcher.nodes"
-    scaled = {key: Setting(count, source), "parallel.dp": Setting("auto", source)}
-    return replace(line, options={**line.options, **scaled})
+    return scaling_document(axis, counts[: len(measured)], measured, weak=weak)
 
 
 # --- the job --------------------------------------------------------------------------------------

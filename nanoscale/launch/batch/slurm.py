@@ -49,8 +49,8 @@ fi
 exit "$code"
 """
 
-Option = tuple[str, str | None]
-"""Name and value of an option of sbatch; None: it takes no value."""
+_SETTINGS = ("partition", "account", "qos", "time", "constraint")
+"""Options of sbatch with the name of their key."""
 
 
 class SlurmSystem(BatchSystem):
@@ -107,32 +107,30 @@ class SlurmSystem(BatchSystem):
         launcher, settings = config.launcher, config.launcher.slurm
         assert isinstance(launcher.devices, int)
         directives = [_split(directive) for directive in settings.directives]
-        options: list[Option] = [
-            ("job-name", name),
-            ("output", output),
-            ("open-mode", "append"),
-            ("nodes", str(launcher.nodes or 1).replace(":", "-")),
-            ("ntasks-per-node", "1"),
-        ]
-        if not any(option in _INSTEAD_OF_GPUS for option, _ in directives):
-            gpus = str(launcher.devices) if launcher.device == "cuda" else None
-            options += _optional("gpus-per-node", settings.gpus or gpus)
-        if elastic(launcher.nodes):
-            options.append(("no-kill", None))  # the job continues with the remaining nodes
-        if settings.exclusive:
-            options.append(("exclusive", None))
-            if not any(option.startswith("mem") for option, _ in directives):
-                options.append(("mem", "0"))  # all of a node, not the site's default
-        elif isinstance(launcher.threads, int):
-            options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
-        for option in ("partition", "account", "qos", "time", "constraint"):
-            options += _optional(option, getattr(settings, option))
-        options.append(("requeue", None))
-        if settings.signal_before_s:
-            options.append(("signal", f"B:USR1@{settings.signal_before_s}"))
-        return [
-            _directive(*option) for option in (*options, *directives, *_optional("array", array))
-        ]
+        has_gpus = any(option in _INSTEAD_OF_GPUS for option, _ in directives)
+        has_memory = any(option.startswith("mem") for option, _ in directives)
+        gpus = str(launcher.devices) if launcher.device == "cuda" else None
+        threads = launcher.threads
+        is_shared = isinstance(threads, int) and not settings.exclusive
+        options: dict[str, str | bool | None] = {
+            "job-name": name,
+            "output": output,
+            "open-mode": "append",
+            "nodes": str(launcher.nodes or 1).replace(":", "-"),
+            "ntasks-per-node": "1",
+            "gpus-per-node": None if has_gpus else settings.gpus or gpus,
+            "no-kill": elastic(launcher.nodes),  # the job continues with the remaining nodes
+            "exclusive": settings.exclusive,
+            # All of a node, not the site's default.
+            "mem": "0" if settings.exclusive and not has_memory else None,
+            "cpus-per-task": str(launcher.devices * threads) if is_shared else None,
+            **{it: getattr(settings, it) for it in _SETTINGS},
+            "requeue": True,
+            "signal": f"B:USR1@{before_s}" if (before_s := settings.signal_before_s) else None,
+        }
+        given = [it for it in options.items() if it[1] not in (None, False)] + directives
+        given += [] if array is None else [("array", array)]
+        return [_directive(*it) for it in given]
 
 
 def host_names(nodes: str) -> list[str]:
@@ -161,18 +159,14 @@ def _state(job: str, state: str, reason: str, nodes: str, start: str, restarts: 
     )
 
 
-def _optional(option: str, value: str | None) -> list[Option]:
-    return [] if value is None else [(option, value)]
-
-
-def _split(directive: str) -> Option:
+def _split(directive: str) -> tuple[str, str | bool | None]:
     name, equals, value = directive.removeprefix("--").partition("=")
     return name, value if equals else None
 
 
-def _directive(option: str, value: str | None) -> str:
+def _directive(option: str, value: str | bool | None) -> str:
     """Format an option for sbatch: no shell, but quotes, backslashes within them, and comments."""
-    if value is None:
+    if not isinstance(value, str):
         return f"--{option}"
     assert value.isprintable(), f"the rules let a control character pass in --{option}"
     if _PLAIN.fullmatch(value):
