@@ -190,16 +190,13 @@ def _layouts(config: ResolvedConfig) -> Iterator[ResolvedParallel]:
     ):
         ranks = dp * cp * (tp if layout.ep_over_tp else 1)
         if replicas * dp * tp * pp * cp <= MOST_RANKS:
-            degrees: dict[str, Any] = {
-                "dp": replicas * dp,
-                "dp_replicate": replicas,
-                "tp": tp,
-                "pp": pp,
-                "cp": cp,
-            }
             yield replace(
                 layout,
-                **degrees,
+                dp=replicas * dp,
+                dp_replicate=replicas,
+                tp=tp,
+                pp=pp,
+                cp=cp,
                 ep=max(2, ranks // 2) if has_part else ranks if layout.ep > 1 else 1,
                 virtual_stages=min(2, layout.virtual_stages),
                 checkpoint_every=min(2, layout.checkpoint_every),

@@ -37,15 +37,12 @@ class Process:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        self.pid = self._popen.pid
         pipes = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
         self.stdin, self.stdout, self.stderr = (cast("BinaryIO", pipe) for pipe in pipes)
         # The ranks' output comes this way; some systems do not support it.
         with suppress(OSError, AttributeError):
             fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
 
     def exit_code(self) -> int | None:
         """Return the exit code; negative: the signal that ended it; None while it runs."""

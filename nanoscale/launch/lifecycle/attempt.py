@@ -99,6 +99,7 @@ class Attempt:
     """The time of the question of `runs explain` that is not answered yet."""
 
     def __post_init__(self) -> None:
+        self.run = self.lock.run
         self._record = partial(events.append, self.run)
         order_for = partial(
             LaunchOrder,
@@ -111,10 +112,6 @@ class Attempt:
         self.execution = JobExecution(
             self.fleet, self.plan, self.members, order_for, self._on_poll, self._on_message
         )
-
-    @property
-    def run(self) -> RunDirectory:
-        return self.lock.run
 
     def execute(self) -> Outcome:
         """Start the ranks, follow them and pass on the user's signals, until all have ended.

@@ -24,7 +24,7 @@ from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.launch.lifecycle.notification import Notifier
 from nanoscale.launch.request import Request
 from nanoscale.runs import events, failure, fence, status
-from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
+from nanoscale.runs.directory import STREAMS, write_json
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 
@@ -49,6 +49,7 @@ class Supervisor:
     view: View
 
     def __post_init__(self) -> None:
+        self.run, self.fleet = self.lock.run, self.hosts.fleet
         note = partial(events.append, self.run, "note")
         self.newly_leaving = set[str]()
         """Hosts of the newest attempt that will be taken away."""
@@ -71,14 +72,6 @@ class Supervisor:
             self._conclude(Outcome("failed", FAILED))
             raise
         return self._conclude(outcome)
-
-    @property
-    def run(self) -> RunDirectory:
-        return self.lock.run
-
-    @property
-    def fleet(self) -> Fleet:
-        return self.hosts.fleet
 
     @property
     def config(self) -> Config:

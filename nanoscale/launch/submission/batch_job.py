@@ -60,15 +60,12 @@ class BatchJob:
         return len(self.requests) > 1
 
     @property
-    def root(self) -> Path:
-        return self.requests[0].run.path.parent
-
-    @property
     def path(self) -> Path:
         """The path of the script, which may not exist yet."""
+        folder = self.requests[0].run.path
         if self.is_array:
-            return RunDirectory(self.root / f"{self.name}{ARRAY}").script
-        return self.requests[0].run.path / f"submit.{self.system.program}"
+            return RunDirectory(folder.parent / f"{self.name}{ARRAY}").script
+        return folder / f"submit.{self.system.program}"
 
     @property
     def script(self) -> str:
@@ -112,7 +109,7 @@ class BatchJob:
             UserError: a run cannot be created, or the batch system is not installed here or refused.
         """
         script = self.script
-        with removed_on_error(self.root) as made:
+        with removed_on_error(self.requests[0].run.path.parent) as made:
             for request in self.requests if self.changes is None else ():
                 with prepare.new_run(request) as lock:
                     made.append(lock.run.path)

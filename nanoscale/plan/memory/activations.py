@@ -78,7 +78,7 @@ def _saved_with_adapters(sizes: Sizes, shape: Shape, run: Execution) -> Sizes:
         "normed": ("wq", "wk", "wv"),
         "turned": ("wo",),
         "normed middle": ("gate", "up"),
-        "product" if shape.gated else "activated": ("down",),
+        "product" if shape.model.is_gated else "activated": ("down",),
         "dispatched": (),
         "normalized": (),
         "normalized heads": (),
@@ -112,23 +112,23 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     if is_new:
         normed = (tokens if run.gathered else local_tokens) * shape.hidden * e
         sizes["normed"] = normed * (3 if run.autocast else 1)
-        sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
+        sizes["normed middle"] = normed * (2 if run.autocast and shape.model.is_gated else 1)
     sizes |= _attention(shape, run)
     if shape.model.kv_rank:
         sizes |= _latents(shape, run)
     if shape.model.qk_norm:
         sizes |= _head_norms(shape, run)
-    if shape.experts:
+    if shape.model.experts:
         return sizes | saved_by_moe(shape, run)
     inner = tokens * shape.ffn * e
     sizes["up"] = inner
-    if shape.gated:
+    if shape.model.is_gated:
         sizes["gate"] = inner
-    sizes["product" if shape.gated else "activated"] = inner
+    sizes["product" if shape.model.is_gated else "activated"] = inner
     if run.fp8 and run.fused:  # what a product reads is kept in 8 bits
         for name in ("normed", "normed middle", "product"):
             sizes[name] = sizes.get(name, 0) // e
-    if shape.gated and not (run.fused or run.fused_activation):
+    if shape.model.is_gated and not (run.fused or run.fused_activation):
         sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
     if run.dropout:
         sizes["masks"] = 2 * local_tokens * shape.hidden
@@ -240,15 +240,16 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     if shape.model.kv_rank:
         sizes_of |= {name: sizes[name] for name in ("wq_a", "wkv_a")}
         sizes_of["wkv_b"] = _expanded(shape) * run.compute
-    rows = (shape.routed if shape.experts else shape.tokens) * shape.experts_per_token
+    rows = (shape.routed if shape.model.experts else shape.tokens) * shape.experts_per_token
     sizes_of["gate"] = sizes_of["up"] = rows * shape.ffn * run.compute
-    if shape.experts:
+    if shape.model.experts:
         shared = shape.tokens * shape.shared * run.compute
         sizes_of |= {"shared gate": shared, "shared up": shared, "shared down": hidden}
         sizes_of["shared gating"] = shape.tokens * run.compute
         names = names - {"down"} if keep == "matmuls" else names - {"gate", "up", "down"}
         kept |= routing(sizes)
-        if shape.local_experts < shape.experts:  # tokens, and the routing that is sent with them
+        if shape.local_experts < shape.model.experts:
+            # Tokens, and the routing that is sent with them.
             row = hidden // shape.tokens + 2 * shape.experts_per_token * max(4, run.compute)
             kept["exchanged"] = copies(shape) * row
     if run.tensor_parallel:
@@ -317,7 +318,7 @@ def block_memory(
         return BlockMemory(kept, kept, working)
     if mode == "full":
         inputs = {"rotation": sizes.get("rotation", 0), "input": entry(shape, run)}
-        inputs |= routing(sizes) if shape.experts else {}
+        inputs |= routing(sizes) if shape.model.experts else {}
         return BlockMemory(sum(inputs.values()), sum((sizes | inputs).values()), working)
     policy = kept_by_selective(shape, run, keep)
     # Recomputation reads kept tensors and frees tensors that autograd does not save. The last product is not
@@ -327,7 +328,7 @@ def block_memory(
     )
     freed += policy.get("reduced", 0) // 2
     freed += sum(size for name, size in policy.items() if name[1:] in _ADAPTED)
-    if shape.experts:  # recomputation stops after the last product
+    if shape.model.experts:  # recomputation stops after the last product
         freed += policy["router"] + policy.get("exchanged", 0)
     return BlockMemory(sum(policy.values()), sum((sizes | policy).values()) - freed, working)
 
@@ -344,13 +345,13 @@ def working_memory(shape: Shape, run: Execution) -> int:
     * first products: the gradients of their results, and for each product one of their common input. The saved
       inputs of the activation are freed.
     """
-    if shape.experts:
+    if shape.model.experts:
         return moe_working_memory(shape, run)
     inner = shape.tokens * shape.ffn * run.compute
     hidden = shape.tokens * shape.hidden * run.compute
-    first = 2 if shape.gated else 1
+    first = 2 if shape.model.is_gated else 1
     freed = inner // (run.compute if run.fp8 and run.fused else 1)  # the last product's saved input
-    saved_activation = int(shape.gated and not (run.fused or run.fused_activation))
+    saved_activation = int(shape.model.is_gated and not (run.fused or run.fused_activation))
     last_product = inner + (hidden if shape.shares > 1 else 0)
     last_product += _copies(shape.hidden, shape.ffn, shape, run)
     activation = (first + 1) * inner - freed
@@ -384,7 +385,7 @@ def between_passes(shape: Shape, run: Execution) -> int:
     They are the gradients of the results of all products and of the norms that are not frozen: torch keeps the
     gradients that reach operations with weights (torch.distributed.pipelining._backward).
     """
-    inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
+    inner = (2 if shape.model.is_gated else 1) * shape.ffn + shape.hidden
     products = shape.q + 2 * shape.kv + shape.hidden + shape.experts_per_token * inner
     if (model := shape.model).kv_rank:
         latents = model.kv_rank + model.rope_head_dim + (model.q_rank or 0)
@@ -439,7 +440,7 @@ def _stage_activations(
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
     plain = block_memory(shape, run)
-    chosen = sum(routing(saved(shape, run)).values()) if shape.experts else 0
+    chosen = sum(routing(saved(shape, run)).values()) if shape.model.experts else 0
     recomputed = 0
     if mode == "none":
         kept, extra, last = layers * plain.kept, plain.working, plain.kept

@@ -46,10 +46,6 @@ class Shape:
         return self.tokens // self.shares if self.ep_over_tp else self.tokens
 
     @property
-    def gated(self) -> bool:
-        return self.model.is_gated
-
-    @property
     def norms_before(self) -> bool:
         """True if norms are before attention and feed-forward."""
         return self.model.norm_position != "after"
@@ -62,11 +58,6 @@ class Shape:
     @property
     def layernorm(self) -> bool:
         return self.model.norm == "layernorm"
-
-    @property
-    def experts(self) -> int:
-        """Experts of all ranks; 0 for a dense feed-forward."""
-        return self.model.experts
 
 
 @dataclass(frozen=True, slots=True)

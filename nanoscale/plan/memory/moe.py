@@ -20,7 +20,7 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     inner = rows * shape.ffn * number
     sizes = {
         "normed middle": shape.routed * shape.hidden * number,
-        "router scores": shape.routed * shape.experts * router,
+        "router scores": shape.routed * shape.model.experts * router,
         "router weights": rows * (router + number) + shape.routed * router,
         "chosen": INDEX * rows,
         "order of rows": INDEX * (3 * rows + shape.routed),
@@ -30,7 +30,7 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
         "rows of biases": rows * shape.local_experts * number if model.bias and run.grouped else 0,
         **_saved_by_shared(shape, run),
     }
-    if shape.local_experts < shape.experts:
+    if shape.local_experts < shape.model.experts:
         sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.routed)
     sizes["product"] = inner
     if not run.fused:
@@ -46,8 +46,9 @@ def routing(sizes: Sizes) -> Sizes:
 
 def copies(shape: Shape) -> int:
     """Return the number of copies of a micro batch's tokens that a rank of ep sends, and receives."""
-    ranks = shape.experts // shape.local_experts
-    return round(shape.routed * routed_share(shape.experts, shape.experts_per_token, ranks)) * ranks
+    ranks = shape.model.experts // shape.local_experts
+    share = routed_share(shape.model.experts, shape.experts_per_token, ranks)
+    return round(shape.routed * share) * ranks
 
 
 def _saved_by_shared(shape: Shape, run: Execution) -> Sizes:

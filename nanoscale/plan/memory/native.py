@@ -387,7 +387,7 @@ def _product(setting: MemorySetting, params: RankParameters) -> int:
 
     `moe.moe_working_memory` counts the gradients of experts that are computed one after another.
     """
-    separate_experts = setting.shape.experts and not setting.run.grouped
+    separate_experts = setting.shape.model.experts and not setting.run.grouped
     return 0 if separate_experts else params.largest_product
 
 
