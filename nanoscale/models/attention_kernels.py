@@ -90,7 +90,8 @@ _FLASH_HEAD_DIM = 256
 _FLASH_CAPABILITY = (8, 0)
 _CUDNN_HEAD_DIM = 128
 """The largest for which PyTorch uses cuDNN, forward and backward."""
-_CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+_CUDNN_BACKEND = 3
+"""The number of cuDNN in torch.nn.attention.SDPBackend."""
 
 
 def has_cuda_flash() -> bool:
@@ -112,9 +113,24 @@ def has_cudnn() -> bool:
     model is built."""
     return (
         torch.cuda.is_available()
+        and torch.version.hip is None
         and torch.backends.cuda.cudnn_sdp_enabled()
-        and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
+        and ((capability := torch.cuda.get_device_capability()) == (9, 0) or capability[0] == 10)
     )
+
+
+def takes_narrow_values(key_width: int, value_width: int) -> bool:
+    """True if PyTorch itself chooses cuDNN's attention for values of this width, narrower than keys, as for 192
+    and 128 from cuDNN 9.15.1 on (sdp_utils.cpp). Call it when a model is built."""
+    if key_width == value_width or not has_cudnn():
+        return False
+
+    def sample(width: int) -> Tensor:
+        shape = 1, 1, 128, width
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    q, k, v = sample(key_width), sample(key_width), sample(value_width)
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, True) == _CUDNN_BACKEND
 
 
 def choose_kernel(

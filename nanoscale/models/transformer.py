@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask
+from nanoscale.models.attention_kernels import takes_narrow_values
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts, activations
@@ -271,7 +272,7 @@ class LatentAttention(nn.Module):
     """Causal attention whose queries, keys and values are computed from narrow latents, with one rotated part
     of the keys for all heads (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
-    Values are padded to the width of keys, so that every kernel of attention accepts them.
+    Values are padded to the width of keys for kernels of attention that need it, which cuDNN's does not.
     """
 
     def __init__(self, shape: Model) -> None:
@@ -291,6 +292,7 @@ class LatentAttention(nn.Module):
         expanded = shape.heads * (self.plain_dim + self.v_dim)
         self.wkv_b = nn.Linear(shape.kv_rank, expanded, bias=False)
         self.core: nn.Module = CausalAttention(shape)
+        self.narrow_values = takes_narrow_values(self.head_dim, self.v_dim)
         self.wo = nn.Linear(shape.heads * self.v_dim, shape.hidden, bias=False)
 
     def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
@@ -309,7 +311,9 @@ class LatentAttention(nn.Module):
             )
         q = torch.cat((q, q_turned), dim=-1)
         k = torch.cat((k, k_turned.expand(-1, -1, k.shape[2], -1)), dim=-1)
-        v = F.pad(v, (0, self.head_dim - self.v_dim))
+        plain = mask is None and type(self.core) is CausalAttention and self.core.softcap is None
+        narrow = plain and self.narrow_values and v.dtype in (torch.bfloat16, torch.float16)
+        v = v.contiguous() if narrow else F.pad(v, (0, self.head_dim - self.v_dim))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = self.core(scaled(q, self.query_scale), k, v, mask)[..., : self.v_dim]
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.models.attention_kernels import choose_kernel, has_cuda_flash, has_cudnn
+from nanoscale.models.attention_kernels import (
+    choose_kernel,
+    has_cuda_flash,
+    has_cudnn,
+    takes_narrow_values,
+)
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 
 _SWITCHES = {
@@ -70,11 +75,13 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
         return choose_kernel(one, has_cuda_flash(), limited=limited, capped=capped, cudnn=cudnn)
     seq, head_shards = config.train.seq_len, layout.tp * layout.cp
 
-    def sample(heads: int) -> torch.Tensor:
-        shape = (1, heads // head_shards, seq, head_dim)
+    def sample(heads: int, width: int = head_dim) -> torch.Tensor:
+        shape = (1, heads // head_shards, seq, width)
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
-    q, k, v = sample(model.heads), *(sample(model.kv_head_count) for _ in range(2))
+    narrow = layout.cp == 1 and takes_narrow_values(head_dim, model.value_width)
+    q, k = sample(model.heads), sample(model.kv_head_count)
+    v = sample(model.kv_head_count, model.value_width if narrow else head_dim)
     grouped = q.shape[1] != k.shape[1]
     chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=None, enable_gqa=grouped)
     return _NAMES.get(chosen)

@@ -15,9 +15,10 @@ from nanoscale.config.composing.library import Library
 from nanoscale.config.model_math import parameters
 from nanoscale.config.parameters import named
 from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.models.attention_kernels import takes_narrow_values
 from nanoscale.models.initialization import draw, initialize
 from nanoscale.models.rope import rope_rotation, rotate, scale_frequencies
-from nanoscale.models.transformer import Transformer
+from nanoscale.models.transformer import LatentAttention, Transformer
 from nanoscale.plan.memory.shards import rank_stages
 from tests.support.recipes import complete
 
@@ -285,3 +286,73 @@ def test_the_table_of_parameters_is_the_models_own(shape: Model) -> None:
         state = Transformer(shape).state_dict()
     table = {name: parameter.shape for name, parameter in named(shape).items()}
     assert table == {name: tuple(value.shape) for name, value in state.items()}
+
+
+LATENT = replace(
+    LLAMA, kv_heads=4, kv_rank=20, q_rank=12, head_dim=12, rope_head_dim=4, v_head_dim=8
+)
+
+
+def test_values_are_as_wide_as_keys_unless_the_kernel_takes_narrow_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    widths = []
+    attend = F.scaled_dot_product_attention
+
+    def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        widths.append(v.shape[-1])
+        assert v.transpose(1, 2).is_contiguous()
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    torch.manual_seed(0)
+    layer = LatentAttention(LATENT).bfloat16()
+    hidden = torch.randn(2, 6, LATENT.hidden, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for narrow in (False, True):
+        layer.narrow_values = narrow
+        out = layer(hidden, None)
+        results.append(
+            (out, *torch.autograd.grad(out.square().sum(), (hidden, layer.wkv_b.weight)))
+        )
+    for padded, unpadded in zip(*results, strict=True):
+        torch.testing.assert_close(padded, unpadded, atol=0.02, rtol=0.02)
+    assert widths == [12, 8]
+    layer.float()(hidden.float(), None)
+    assert widths[2:] == [12], "cuDNN's attention takes bf16 and fp16 alone"
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "enabled", "chosen", "expected"),
+    [
+        ((9, 0), None, True, 3, True),
+        ((10, 3), None, True, 3, True),
+        ((9, 0), None, True, 1, False),
+        ((9, 0), None, False, 3, False),
+        ((8, 0), None, True, 3, False),
+        ((10, 3), "7.0", True, 3, False),
+    ],
+)
+def test_pytorch_is_asked_whether_it_takes_narrow_values(
+    capability: tuple[int, int],
+    hip: str | None,
+    enabled: bool,
+    chosen: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty, asked = torch.empty, []
+
+    def choose(q: Any, k: Any, v: Any, *_: Any) -> int:
+        asked.append((q.shape[-1], k.shape[-1], v.shape[-1], v.requires_grad))
+        return chosen
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k | {"device": "cpu"}))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    assert takes_narrow_values(192, 128) is expected
+    assert not takes_narrow_values(128, 128)
+    assert set(asked) <= {(192, 192, 128, True)}

@@ -24,7 +24,7 @@ from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import data_parallel
 from nanoscale.plan.time.step import StepBreakdown, stage_costs, step_time, training
 from nanoscale.view.plan.explain import how
-from tests.plan.machines import BF16, changed, job, machine
+from tests.plan.machines import BF16, changed, job, machine, model
 from tests.support.recipes import changed as recipe
 from tests.support.recipes import complete
 
@@ -455,6 +455,24 @@ def test_the_kernel_of_attention_follows_from_the_key_and_the_layout(attention, 
     assert blocks.attention_kernel(config) == kernel
     wide = replace(config, model=replace(config.model, head_dim=256))
     assert blocks.attention_kernel(wide) == ("cudnn" if attention == "cudnn" else "flash")
+
+
+def test_latent_attention_of_192_and_128_is_cudnns_without_padding():
+    """An attention's time is its FLOPs over its rate, of which flash pads values from 128 to 192."""
+    latent = replace(job(), model=replace(model("deepseek-v3"), layers=4))
+
+    def seconds(**keys) -> float:
+        config = replace(latent, **keys)
+        return step_time(config, machine()).parts.attention
+
+    assert blocks.attention_kernel(latent) == "cudnn"
+    flash = seconds(backend=Backend(attention="flash"))
+    assert flash / seconds() == pytest.approx(192 / 160 * 0.58 / 0.35, rel=0.01)
+    for other in ({"v_head_dim": 192}, {"head_dim": 256}):
+        config = replace(latent, model=replace(latent.model, **other))
+        assert blocks.attention_kernel(config) == "flash"
+    ring = replace(latent, parallel=replace(latent.parallel, cp=2))
+    assert blocks.attention_kernel(ring) == "flash"
 
 
 def test_cudnn_is_faster_where_pytorch_prefers_it():

@@ -74,8 +74,10 @@ weighted mean and its log-sum. Backward: the gradients (`parallel.ring`)."""
 _MERGED = 0.75
 """The mean share of a rank's queries, or of its keys, in a hop: hops with all and with half of them
 alternate."""
-CUDNN_HEAD_DIM = 128
-"""The largest head size for which PyTorch uses cuDNN's attention, forward and backward."""
+_CUDNN_HEAD_DIM = 128
+"""The largest head size for which PyTorch uses cuDNN's attention, forward and backward, but for `_LATENT`."""
+_LATENT = (192, 128)
+"""The sizes of keys and of values with which PyTorch uses cuDNN's attention, too: DeepSeek-V3's."""
 
 
 def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBatchShape:
@@ -124,12 +126,14 @@ def attention_kernel(config: ResolvedConfig) -> str:
     """Return the attention kernel of rows without limits: the configured one, or the one that PyTorch chooses.
 
     On devices for which PyTorch never chooses cuDNN, flash and cudnn have the same rate. Attention by single
-    operations (math) is planned at the rate of flash.
+    operations (math) is planned at the rate of flash. With context parallelism values are as wide as keys.
     """
     kernel, model = config.backend.attention, config.model
     if kernel in ("flash", "math"):
         return "flash"
-    chosen = config.precision.compute in ("bf16", "fp16") and model.head_width <= CUDNN_HEAD_DIM
+    widths = model.head_width, model.value_width
+    takes = max(widths) <= _CUDNN_HEAD_DIM or (widths == _LATENT and config.parallel.cp == 1)
+    chosen = config.precision.compute in ("bf16", "fp16") and takes
     return "cudnn" if kernel == "cudnn" or chosen else "flash"
 
 
@@ -368,7 +372,9 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
         kernel = "flash" if limited or window else shape.attention
         if window and (ring or window < keys):
             keys, causal = model_math.window_keys(keys, min(window, keys)), False
-        sizes = shape.batch * count, length, keys, heads, model.head_width
+        # FlashAttention pads values to the width of keys.
+        values = model.value_width if kernel == "cudnn" else model.head_width
+        sizes = shape.batch * count, length, keys, heads, (model.head_width + values) // 2
         return operations.attention(hardware, shape.dtype, *sizes, causal, kernel)
 
     whole = seconds(tokens, True)

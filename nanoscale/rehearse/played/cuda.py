@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from nanoscale.checkpoint import staging
+from nanoscale.models.attention_kernels import has_cudnn
 from nanoscale.rehearse.played.patches import Patches
 
 
@@ -78,6 +79,7 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
     kind = torch.device("cuda")
     patches.replace(torch.accelerator, "current_accelerator", lambda *_, **__: kind)
     patches.replace(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    patches.replace(torch, "_fused_sdp_choice", _choice)
     patches.replace(torch.Tensor, "pin_memory", lambda self, *_: self)
     patches.replace(torch.Tensor, "is_pinned", lambda *_: False)
     patches.replace(torch.Tensor, "record_stream", lambda *_: None)
@@ -231,19 +233,27 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         bias = None if attn_mask is None else _bias(attn_mask, q)
         causal, scale = options.get("is_causal", False), options.get("scale")
         half = q.dtype in (torch.bfloat16, torch.float16)
-        if bias is not None and half and enabled.cudnn_sdp_enabled():
+        narrow = v.shape[-1] < q.shape[-1]
+        if (bias is not None or narrow) and half and enabled.cudnn_sdp_enabled():
             cudnn = aten._scaled_dot_product_cudnn_attention
-            return cudnn(q, k, v, bias, True, 0.0, False, scale=scale)[0]
-        if bias is None and half and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled()):
+            return cudnn(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
+        fused = half and not narrow and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled())
+        if bias is None and fused:
             flash = aten._scaled_dot_product_flash_attention
             return flash(q, k, v, 0.0, causal, scale=scale)[0]
-        ungrouped = q.dtype is torch.float32 and not options.get("enable_gqa")
+        ungrouped = (narrow or q.dtype is torch.float32) and not options.get("enable_gqa")
         if ungrouped and enabled.mem_efficient_sdp_enabled():
             efficient = aten._scaled_dot_product_efficient_attention
             return efficient(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
         return plain(q, k, v, attn_mask, **options)
 
     return attention
+
+
+def _choice(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Return the number of the kernel that PyTorch 2.13 chooses for causal attention: cuDNN's or flash's."""
+    widths = q.shape[-1], v.shape[-1]
+    return 3 if has_cudnn() and (max(widths) <= 128 or widths == (192, 128)) else 1
 
 
 def _bias(mask: Any, q: Any) -> Any:

@@ -87,7 +87,8 @@ def _product(name: str, tensors: Sequence[Tensor]) -> Work:
 def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
     """Return the work of attention. Documents divide a row equally, and each is a batch of its own."""
     given = _given(func, args, kwargs)
-    query, key = (given[it] for it in (("q", "k") if "q" in given else ("query", "key")))
+    names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
+    query, key, value = (given[it] for it in names)
     causal = bool(given.get("is_causal", given.get("causal", False)))
     *batch, heads, queries, size = query.shape
     keys, starts = key.shape[-2], given.get("starts", given.get("cum_seq_q"))
@@ -100,7 +101,7 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
         causal = window >= keys == queries if window else causal or "starts" in given
         if window and not causal:
             keys = window_keys(queries, min(window, keys), keys - queries)
-    sizes = batch[0], queries, keys, heads, size
+    sizes = batch[0], queries, keys, heads, (size + value.shape[-1]) // 2
     return "attention", name, _DTYPES.get(query.dtype, "fp32"), *sizes, causal, "backward" in name
 
 
