@@ -17,7 +17,7 @@ from nanoscale.models.kv_cache import without_cudnn_attention
 class HFCache:
     """The cache of a whole model of transformers, for sequences of one length.
 
-    If the model's code returns no `past_key_values` (Mamba), all tokens are computed again.
+    If the model's code takes and returns none (Mamba, until transformers 5.23), all tokens are computed again.
     """
 
     def __init__(self, model: HFModel, batch: int) -> None:
@@ -34,12 +34,13 @@ class HFCache:
         self._tokens = torch.cat([self._tokens.to(tokens.device), tokens], dim=1)
         given = self._tokens if self._cache is None else tokens
         keep = int(last_only)  # 0 keeps all
-        options = {"use_cache": True, "past_key_values": self._cache, "logits_to_keep": keep}
         accepted = inspect.signature(self._hf.forward).parameters
+        name = "cache" if "cache" in accepted else "past_key_values"  # until transformers 5.23
+        options = {"use_cache": True, name: self._cache, "logits_to_keep": keep}
         options = {name: value for name, value in options.items() if name in accepted}
         with without_cudnn_attention():
             result = self._hf(input_ids=given, **options)
-        self._cache = getattr(result, "past_key_values", None)
+        self._cache = getattr(result, name, None) if name in accepted else None
         logits: Tensor = result.logits
         return logits[:, -1 if last_only else -tokens.shape[1] :]
 

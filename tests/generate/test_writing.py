@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf.export import export
@@ -20,6 +23,7 @@ from nanoscale.generate import writing
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, batches, encode, write
+from nanoscale.models.hf_cache import HFCache
 from nanoscale.models.hf_model import saved_buffers
 from tests.support import hf_families
 from tests.support.hf_families import FAMILIES, OF_ANY_LENGTH
@@ -132,6 +136,32 @@ def test_a_model_of_transformers_writes_as_its_export_does(family: str, tmp_path
             assert found.tokens == theirs(out, prompt, None, beams)
             drawn |= {*found.tokens}
     assert len(drawn) > 3
+
+
+class _Sums(nn.Module):
+    """A model that keeps the sum of its tokens in a cache, with the names of transformers 5.24 and before."""
+
+    def forward(self, input_ids: Any, cache: Any = None) -> Any:
+        sums = input_ids.cumsum(1) + (0 if cache is None else cache)
+        last = sums[:, -1:]
+        return SimpleNamespace(logits=sums[..., None], cache=last, past_key_values=last)
+
+
+class _OldSums(_Sums):
+    def forward(self, input_ids: Any, past_key_values: Any = None) -> Any:
+        return super().forward(input_ids, past_key_values)
+
+
+class _NoCache(_Sums):
+    def forward(self, input_ids: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("kind", [_Sums, _OldSums, _NoCache])
+def test_the_cache_is_given_by_its_name_or_not_at_all(kind: type[nn.Module]) -> None:
+    cache = HFCache(SimpleNamespace(hf=kind()), 1)
+    found = [cache.logits(torch.tensor([[token]]), last_only=True).item() for token in (1, 2, 4)]
+    assert found == [1, 3, 7]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", exhaustive("fp64")])

@@ -94,7 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hrm_text": COMMON | {"num_key_value_heads": 4, "head_dim": 8},
     "inkling2_text": COMMON
     | EXPERTS
-    | {"head_dim": 8, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1},
+    | {"head_dim": 8, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1}
+    | {"unpadded_vocab_size": 64},
     "gemma4_text": COMMON
     | {
         "num_key_value_heads": 2,

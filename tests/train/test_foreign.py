@@ -351,6 +351,11 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
         assert torch.equal(part(tokens), loaded(tokens).logits)  # type: ignore[has-type]
 
 
+def texts_of(wrapper: Any) -> Any:
+    """Return what computes texts: for Llama 4 its part, since the wrapper of transformers 5.24 fails."""
+    return wrapper.language_model if wrapper.config.model_type == "llama4" else wrapper
+
+
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_the_part_for_texts_of_a_wrapper_is_read_and_exported(tmp_path: Path, family: str) -> None:
     """Nothing else of it is built, and an export gives all of it back."""
@@ -367,7 +372,7 @@ def test_the_part_for_texts_of_a_wrapper_is_read_and_exported(tmp_path: Path, fa
     state = {f"model.{name}": value.data for name, value in model.named_parameters()}
     load_any_model.load(base, shape, state)
     with torch.no_grad():
-        assert torch.equal(model(tokens), theirs(input_ids=tokens).logits)
+        assert torch.equal(model(tokens), texts_of(theirs)(input_ids=tokens).logits)
         for value in state.values():
             value += 0.1
         expected = model(tokens)
@@ -377,7 +382,7 @@ def test_the_part_for_texts_of_a_wrapper_is_read_and_exported(tmp_path: Path, fa
     trained = {stored.name for tensor in found for stored in tensor.sources}
     assert_rest_is_equal(base, out, trained)
     with torch.no_grad():
-        assert torch.equal(expected, wrapper_from(out)(input_ids=tokens).logits)
+        assert torch.equal(expected, texts_of(wrapper_from(out))(input_ids=tokens).logits)
 
 
 @pytest.mark.slow
