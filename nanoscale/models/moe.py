@@ -225,7 +225,7 @@ class Experts(nn.Module):
             self.down_bias = nn.Parameter(torch.empty(experts, hidden))
 
     def forward(
-        self, tokens: Tensor, weights: Tensor, chosen: Tensor, number: int | None = None
+        self, tokens: Tensor, weights: Tensor, chosen: Tensor, length: Tensor | None = None
     ) -> Tensor:
         """Return the weighted sums of the outputs of each token's experts, `[tokens, hidden]`.
 
@@ -233,8 +233,9 @@ class Experts(nn.Module):
 
         Args:
             weights: `[tokens, slots]`, as `chosen`.
-            number: see `ExpertPairs.of_choices`.
+            length: a tensor whose length is the `number` of `ExpertPairs.of_choices`.
         """
+        number = None if length is None else len(length)
         biases = (self.gate_bias, self.up_bias, self.down_bias) if self.has_biases else ()
         pairs = ExpertPairs.of_choices(chosen, len(self.gate), number)
         scales = weights.flatten().gather(0, pairs.slots)
@@ -311,13 +312,9 @@ def run_experts(
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
-    """True if a GPU's kernel supports the inputs: bf16, rows of whole 16 bytes, and at least one row.
-
-    A compiled block cannot know the number of rows.
-    """
+    """True if a GPU's kernel supports the inputs: bf16 and rows of whole 16 bytes."""
     aligned = tokens.shape[1] % 8 == gate.shape[1] % 8 == 0
-    fits = tokens.device.type == "cuda" and tokens.dtype == torch.bfloat16 and aligned
-    return fits and (torch.compiler.is_compiling() or len(tokens) > 0)
+    return tokens.device.type == "cuda" and tokens.dtype == torch.bfloat16 and aligned
 
 
 def _leaves_unused_unwritten(device: torch.device) -> bool:

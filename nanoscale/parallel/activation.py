@@ -40,7 +40,7 @@ from nanoscale.config.schema import Parallel
 from nanoscale.models.hf_model import expert_modules
 from nanoscale.models.moe import choose_experts, multiply_by_expert, multiply_router
 from nanoscale.models.transformer import Masks, Rotations, RunLayers
-from nanoscale.parallel.expert import exchange_counts, experts_of
+from nanoscale.parallel.expert import exchange_counts, experts_of, parts_of
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -57,8 +57,8 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts
         contexts = partial(make_contexts, parallel.selective_keep)
-        for block in blocks:
-            block.forward = partial(_recompute, block.forward, context_fn=contexts)
+        for owner, name in (it for block in blocks for it in parts_of(block, "recomputed")):
+            setattr(owner, name, partial(_recompute, getattr(owner, name), context_fn=contexts))
 
 
 @torch.library.custom_op("nanoscale::keep_choices", mutates_args=())
@@ -178,12 +178,12 @@ class SavePolicy:
     def __init__(self, selection: str) -> None:
         self.matmul_interval = {"matmuls": 1, "every-2nd-matmul": 2}.get(selection)
         self.keeps_nothing = selection == "nothing"
-        self.matmuls = self.expert_matmuls = self.arriving = 0
-        self.routed = False
+        self.matmuls = self.expert_matmuls = 0
+        self.exchanges = math.inf  # to keep: tokens and routing, and not what comes back
 
     def __call__(self, operation: Any) -> bool:
         if operation is exchange_counts._opoverload:
-            self.routed, self.arriving = True, self.arriving + 2
+            self.exchanges = 2
         if operation in ROUTING or self.keeps_nothing:
             return operation in ROUTING
         if operation in EXPERT_MATMULS:
@@ -193,11 +193,9 @@ class SavePolicy:
         if operation in MATMULS:
             self.matmuls += 1
             return self.matmul_interval is not None and self.matmuls % self.matmul_interval == 0
-        if (
-            operation is _EXCHANGE and self.routed
-        ):  # tokens and routing; nothing reads what comes back
-            self.arriving -= 1
-            return self.arriving >= 0
+        if operation is _EXCHANGE:
+            self.exchanges -= 1
+            return self.exchanges >= 0
         # All of PyTorch's fused kernels have it in their names; the unfused one consists of products.
         return operation in COLLECTIVES or "attention" in operation.name()
 
@@ -234,6 +232,8 @@ class _Results(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.selection, self.saved, self.convert, self.loads = selection, saved, convert, loads
+
+    ignore_compile_internals = classmethod(lambda _: True)  # compiled parts choose no experts
 
     def __enter__(self) -> Any:
         self.policy, self.left = SavePolicy(self.selection), iter(self.saved)

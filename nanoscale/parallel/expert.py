@@ -26,17 +26,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from nanoscale.config.resolved import ResolvedParallel
-from nanoscale.models.attention import Mask
 from nanoscale.models.hf_model import HFModel, expert_modules
-from nanoscale.models.moe import ExpertPairs, Experts, MixtureOfExperts, count, spread, sum_rows
+from nanoscale.models.moe import ExpertPairs, MixtureOfExperts, count, spread, sum_rows
 from nanoscale.models.rope import Rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
 from nanoscale.parallel.mesh import ExpertLayout
 from nanoscale.parallel.sequence_parallel import ResidualStream, collective
 
-_WIDTH = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": None}
-"""The dimension of an expert's inner width, which tp divides."""
+_WIDTH: dict[str, Placement] = dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), Shard(1))
+_WIDTH |= {"down": Shard(2), "down_bias": Replicate()}
+"""The placements over the ranks of tp, which divides an expert's inner width."""
 _HIDDEN = {"gate": 2, "up": 2, "down": 1}
 
 
@@ -52,7 +52,8 @@ def apply(
     of_experts = None if parallel.ep_over_tp else tensor
     # The sum over all tokens, divided by the ranks of dp and cp: FSDP divides by the ranks of `experts.data`.
     mean = parallel.tp / (parallel.ep * parallel.expert_tp)
-    for layer in model.layers.values():
+    blocks: Any = model.layers.values()
+    for layer in blocks:
         moe = layer.mlp
         if not isinstance(moe, MixtureOfExperts):  # a dense layer
             continue
@@ -62,15 +63,20 @@ def apply(
                 whole = {"weight": Replicate(), "bias": Replicate()}
                 divide(module, layer, tensor, whole, partial_grad)
             stream = ResidualStream.on_mesh(tensor, parallel.sequence_parallel)
-            if of_experts is not None:
+            if experts is None:
                 stream.wrap(moe)
-            else:
+            elif of_experts is None:
                 group = tensor.get_group()
                 moe.router.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
                 if moe.shared is not None:
                     stream.wrap(moe.shared)
-        assert isinstance(layer, Block)
-        _divide_experts(moe.experts, layer, of_experts, experts, mean)
+        over_ep, over_tp = [Shard(0)] * (experts is not None), int(of_experts is not None)
+        placements = {name: [*over_ep, *[width] * over_tp] for name, width in _WIDTH.items()}
+        mesh: Any = tensor if experts is None else experts.expert_mesh
+        divide(moe.experts, layer, mesh, placements, partial(_own, mean))
+        if experts is not None:
+            parts = BlockInParts(layer, experts.group, stream if over_tp else None)
+            layer.forward = layer.parts = parts
 
 
 def apply_to_foreign(model: HFModel, ep: int, layout: ExpertLayout) -> None:
@@ -90,6 +96,12 @@ def experts_of(block: nn.Module) -> list[nn.Module]:
     if isinstance(moe, MixtureOfExperts):
         return [moe.experts]
     return expert_modules(block)
+
+
+def parts_of(block: nn.Module, kind: str) -> list[tuple[Any, str]]:
+    """Return the functions of a block that are `recomputed` or `compiled` by themselves: owners and names."""
+    parts = getattr(block, "parts", None)
+    return [(block, "forward")] if parts is None else getattr(parts, kind)
 
 
 def _exchange_foreign(
@@ -125,28 +137,6 @@ def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
     return hidden_dim if local.shape[0] % ranks and local.shape[hidden_dim] % ranks == 0 else 0
 
 
-def _divide_experts(
-    experts: Experts,
-    unit: Block,
-    tensor: DeviceMesh | None,
-    layout: ExpertLayout | None,
-    mean: float,
-) -> None:
-    mesh = layout.expert_mesh if layout is not None else tensor
-    assert mesh is not None
-    placements: dict[str, list[Placement]] = {}
-    for name, width_dim in _WIDTH.items():
-        by_tp = Replicate() if width_dim is None else Shard(width_dim)
-        placements[name] = [Shard(0)] * (layout is not None) + [by_tp] * (tensor is not None)
-    ep = layout.group.size() if layout is not None else 1
-    divide(experts, unit, mesh, placements, partial(_own, mean))
-    if layout is not None:
-        exchange = Exchange(layout.group, len(experts.gate) // ep, experts.forward)
-        experts.forward = exchange  # type: ignore[method-assign, assignment]
-        if tensor is None:
-            unit.forward = partial(run_in_halves, unit, exchange)  # type: ignore[method-assign]
-
-
 def _own(mean: float, weight: Tensor) -> Tensor:
     """Return this rank's shard of a matrix or of biases; biases of partial results are 0 but on one rank of tp.
 
@@ -167,10 +157,8 @@ class Sent(NamedTuple):
 
     to_ranks: ExpertPairs
     """The tokens and the ranks that have any of their experts."""
-    sending: list[int]
-    """The copies for each rank."""
-    receiving: list[int]
-    """The copies from each rank."""
+    there: tuple[list[int], list[int], str]
+    """The copies from each rank, the copies for each rank, and the group."""
     pairs: int
     """The pairs of an arriving copy and an expert of this rank."""
     tokens: Started
@@ -207,72 +195,86 @@ class Exchange:
         on_owner = chosen[to_ranks.tokens] - (owner * local).unsqueeze(1)
         on_owner = torch.where((on_owner >= 0) & (on_owner < local), on_owner, local)
         routing = torch.cat((spread(weights, to_ranks), on_owner.to(weights.dtype)), 1)
-        name = self.group.group_name
-        return Sent(
-            to_ranks,
-            sending,
-            receiving,
-            sum(pairs),
-            start(spread(tokens, to_ranks), receiving, sending, name),
-            start(routing, receiving, sending, name),
-        )
+        there = receiving, sending, self.group.group_name
+        travelling = (start(it, *there) for it in (spread(tokens, to_ranks), routing))
+        return Sent(to_ranks, there, sum(pairs), *travelling)
 
     def compute(self, sent: Sent) -> Started:
         """Run this rank's experts, and start to send the weighted sums of their outputs back."""
-        name = self.group.group_name
-        routing = finish(sent.routing, sent.receiving, sent.sending, name)
+        tokens, routing = (finish(it, *sent.there) for it in (sent.tokens, sent.routing))
         weights, chosen = routing.chunk(2, dim=1)
-        tokens = finish(sent.tokens, sent.receiving, sent.sending, name)
         sums = self.run_experts(tokens, weights, chosen.detach().long(), sent.pairs)
-        return start(sums, sent.sending, sent.receiving, name)
+        receiving, sending, name = sent.there
+        return start(sums, sending, receiving, name)
 
     def receive(self, sent: Sent, sums: Started) -> Tensor:
         """Return the sums over all experts of a token, `[tokens, hidden]`."""
-        results = finish(sums, sent.sending, sent.receiving, self.group.group_name)
-        return sum_rows(results, sent.to_ranks)
+        receiving, sending, name = sent.there
+        return sum_rows(finish(sums, sending, receiving, name), sent.to_ranks)
 
 
-def run_in_halves(
-    block: Block, exchange: Exchange, hidden: Tensor, rotations: Rotations, masks: Masks
-) -> Tensor:
-    """Run a block such that one half of the batch is on its way while the other half is computed.
+class BlockInParts:
+    """The `forward` of a block with ep. Its parts are recomputed and compiled separately. The exchanges between
+    parts are not compiled, so that they keep their order on every rank.
 
-    Tokens of the first half travel during attention of the second, and tokens of the second during the experts
-    of the first, whose results travel during the experts of the second. The backward pass is the mirror image.
-    Without a backward pass, ranks may have different numbers of rows, and all run whole batches.
+    Tokens of one half of the batch travel during attention of the other half, and tokens of this one during the
+    experts of the first, whose results travel during the experts of the second. The backward pass is the mirror
+    image. Batches stay whole without a backward pass, in which ranks may have different numbers of rows, and if
+    tp divides every expert's width.
     """
-    if hidden.shape[0] % 2 or not torch.is_grad_enabled():
-        return Block.forward(block, hidden, rotations, masks)
-    moe = block.mlp
-    assert isinstance(moe, MixtureOfExperts)
-    halves, sent = [], []
-    for number, half in enumerate(hidden.chunk(2)):
-        attended = block.attend(half, *_of_half(number, rotations, masks))
-        normed = block.mlp_norm(attended)
-        halves.append((attended, normed))
-        sent.append(exchange.send(normed.flatten(0, 1), *moe.router(normed)))
-    sums = [exchange.compute(each) for each in sent]
-    results = []
-    for (attended, normed), each, of_experts in zip(halves, sent, sums, strict=True):
-        combined = exchange.receive(each, of_experts).view(normed.shape)
-        results.append(block.add_feed_forward(attended, moe.add_shared(normed, combined)))
-    return torch.cat(results)
+
+    def __init__(self, block: Block, group: ProcessGroup, stream: ResidualStream | None) -> None:
+        moe: Any = block.mlp
+        self.block, self.moe, self.stream = block, moe, stream
+        """The stream over the ranks that have a part of every expert; None if they have whole experts."""
+        self.compiled = [(block, "attend"), (moe.experts, "forward"), (self, "add")]
+        modules = [it for it in (moe.experts, moe.shared) if it is not None]
+        self.recomputed = [(block, "attend"), (self, "route"), *((it, "forward") for it in modules)]
+        self.exchange = Exchange(group, len(moe.experts.gate) // group.size(), self._run_experts)
+
+    def __call__(self, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
+        halves = self.stream is None and hidden.shape[0] % 2 == 0 and torch.is_grad_enabled()
+        sent = []
+        for number, rows in enumerate(hidden.chunk(1 + halves)):
+            others = _of_half(number, rotations, masks) if halves else (rotations, masks)
+            attended = self.block.attend(rows, *others)
+            normed, *routing = self.route(attended)
+            sent.append((attended, normed, self.exchange.send(normed.flatten(0, 1), *routing)))
+        sums = [self.exchange.compute(tokens) for *_, tokens in sent]
+        results = []
+        for (attended, normed, tokens), of_experts in zip(sent, sums, strict=True):
+            combined = self.exchange.receive(tokens, of_experts)
+            results.append(self.add(attended, normed, combined))
+        return torch.cat(results) if halves else results[0]
+
+    def route(self, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the input of the MoE, and the weights and the numbers of its tokens' experts."""
+        normed = self.block.mlp_norm(attended)
+        normed = normed if self.stream is None else self.stream.gather(normed)
+        return (normed, *self.moe.router(normed))
+
+    def _run_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, pairs: int) -> Tensor:
+        """Run experts on a row of zeros if there are no tokens, which a GPU's kernel does not support."""
+        if pairs == 0:
+            tokens, weights, chosen = (F.pad(it, (0, 0, 0, 1)) for it in (tokens, weights, chosen))
+            return self._run_experts(tokens, weights, chosen, chosen.shape[1])[:0]
+        return self.moe.experts(tokens, weights, chosen, tokens.new_empty(pairs, 0))
+
+    def add(self, attended: Tensor, normed: Tensor, combined: Tensor) -> Tensor:
+        output = self.moe.add_shared(normed, combined.view(normed.shape))
+        output = output if self.stream is None else self.stream.reduce(output)
+        return self.block.add_feed_forward(attended, output)
 
 
-def _of_half(number: int, rotations: Rotations, masks: Masks) -> tuple[Rotations, Masks]:
-    """Return the rotations and the masks of one half of the rows."""
+def _of_half(number: int, rotations: Any, masks: Any) -> tuple[Rotations, Masks]:
+    """Return the rotations and the masks of one half of the rows, which may share their positions."""
 
-    def turned(rotation: Rotation) -> Rotation:
-        if rotation is None or rotation[0].ndim == 3:  # the rows have the same positions
-            return rotation
-        cosine, sine = (x.chunk(2)[number] for x in rotation)
-        return cosine, sine
+    def turned(rotation: Any) -> Rotation:
+        shared = rotation is None or rotation[0].ndim == 3
+        return rotation if shared else tuple(x.chunk(2)[number] for x in rotation)
 
-    def seen(mask: Mask) -> Mask:
-        assert not isinstance(mask, Tensor), "of a KV cache, which has no ranks"
-        return None if mask is None else mask.half(number)
-
-    return (turned(rotations[0]), turned(rotations[1])), (seen(masks[0]), seen(masks[1]))
+    whole, windowed = (None if mask is None else mask.half(number) for mask in masks)
+    return (turned(rotations[0]), turned(rotations[1])), (whole, windowed)
 
 
 Started = tuple[Tensor, Tensor]
@@ -284,13 +286,11 @@ def start(x: Tensor, receiving: list[int], sending: list[int], group: str) -> St
 
     In the backward pass, `finish` starts the all-to-all of the gradients, and `start` waits for it.
     """
-    arriving, sent = _Start.apply(x, receiving, sending, group)
-    return arriving, sent
+    return _Start.apply(x, receiving, sending, group)
 
 
 def finish(started: Started, receiving: list[int], sending: list[int], group: str) -> Tensor:
-    arrived: Tensor = _Finish.apply(*started, receiving, sending, group)
-    return arrived
+    return _Finish.apply(*started, receiving, sending, group)
 
 
 class _Start(torch.autograd.Function):
