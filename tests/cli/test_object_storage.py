@@ -155,8 +155,9 @@ def test_data_of_a_bucket_trains_as_the_same_data_here(tmp_path, storage, capsys
     ],
 )
 def test_an_address_that_cannot_be_used_is_one_error(
-    tmp_path, storage, capsys, key, address, problem
+    tmp_path, storage, capsys, monkeypatch, key, address, problem
 ):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     words = [*WORDS, f"{key}={address}", "data.source=megatron", f"run.root={tmp_path}"]
     words = [word for word in words if key == "data.path" or not word.startswith("data.source")]
     assert nanoscale(["train", *words]) == 2
