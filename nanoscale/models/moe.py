@@ -97,7 +97,8 @@ class Router(nn.Module):
             products: Tensor = _RouterProduct.apply(tokens, weight.to(hidden.dtype))
         products = products if bias is None else products + bias.to(products.dtype)
         scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
-        load = self.load if torch.is_grad_enabled() else None  # counted in training alone
+        # Counted in training alone. The compiler takes no None in place of a tensor that is written.
+        load = self.load if torch.is_grad_enabled() else torch.empty_like(self.load)
         biases = (BIAS_UNIT * self.choice_bias.double()).to(scores.dtype)
         biased_scores = scores.detach() + biases
         if self.groups > 1:
@@ -191,20 +192,19 @@ class _RouterProduct(torch.autograd.Function):
 
 
 @torch.library.custom_op("nanoscale::choose_experts", mutates_args={"load"})
-def choose_experts(scores: Tensor, top_k: int, load: Tensor | None) -> Tensor:
+def choose_experts(scores: Tensor, top_k: int, load: Tensor) -> Tensor:
     """Return the experts with the largest scores, int64 `[tokens, top_k]`, and add their counts to `load`.
 
     One operation, whose result every mode of recomputation keeps: with scores that differ in their last bits, a
     second choice could be another one, and choices would be counted twice.
     """
     chosen = scores.topk(top_k).indices
-    if load is not None:
-        load += count(chosen, len(load))
+    load += count(chosen, len(load))
     return chosen
 
 
 @choose_experts.register_fake
-def _(scores: Tensor, top_k: int, load: Tensor | None) -> Tensor:
+def _(scores: Tensor, top_k: int, load: Tensor) -> Tensor:
     return scores.new_empty(len(scores), top_k, dtype=torch.int64)
 
 

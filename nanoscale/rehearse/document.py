@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from nanoscale.common.versions import missing
 from nanoscale.config.layout import axis_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import compared_groups, mismatches
@@ -31,7 +32,7 @@ def document(
     capacity = gpu["memory"] if gpu is not None else None
     worst = max(ranks, key=lambda rank: int(rank["total"]))
     compared, groups = compared_groups(records)
-    eager = config.backend.compile == "on" and steps == 1  # the first step shows what is fused
+    eager = config.backend.compile == "on" and bool(missing("triton"))
     fits = None if capacity is None else worst["total"] <= capacity
     return {
         "model": config.model.name,
@@ -49,7 +50,7 @@ def document(
         "compared_groups": compared,
         "groups": groups,
         "eager": eager,
-        "compiler": [finding for record in records for finding in record.compiler],
+        "compiler": list(dict.fromkeys(it for record in records for it in record.compiler)),
         "notes": _notes(config, records),
         "not_played": _not_played(config, records, steps),
         "collectives": _totals(records, degrees, steps),
@@ -69,8 +70,8 @@ def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     if config.model.experts:
         notes.append("loads of experts are made up: every expert gets nearly as many tokens")
-    if config.backend.compile == "on":
-        notes.append("compiled blocks are played by a rule for fused operations (docs/rehearse.md)")
+    if config.backend.compile == "on" and (needed := missing("triton")):
+        notes.append(f"not compiled, so the memory is an upper bound: this needs {needed}")
     return notes
 
 

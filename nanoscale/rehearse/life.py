@@ -26,7 +26,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.samples import AnswerSamples
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse.kinds import repeated_batches
-from nanoscale.rehearse.played import cuda
+from nanoscale.rehearse.played import compiled, cuda
 from nanoscale.rehearse.played.allocator import MemoryHistory
 from nanoscale.rehearse.played.collectives import identity
 from nanoscale.rehearse.played.cuda import Gpu
@@ -114,10 +114,6 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
 def build(config: ResolvedConfig, world: World) -> NativeEngine:
     """Build the engine of the rank, with hooks that report its phases to the world."""
     engine = NativeEngine(config, world.device)
-    for stage in engine.stages.values():
-        if stage.last and stage.head is not None:
-            # Played as single operations, the fused loss would hold tensors that its kernel does not have.
-            stage.head.fused = False
     world.section = "between steps"
     _watch(engine, world)
     return engine
@@ -150,6 +146,7 @@ def _train(config: ResolvedConfig, world: World) -> None:
             teacher._likelihoods(engine, cast(AnswerSamples, samples))
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
+    record.compiler += compiled.breaks()
     record.findings += of_gradients(engine) + of_growth(record.after)
     record.notes += of_filled(engine)
     record.findings += of_growth(record.host_after, "in host memory")
@@ -173,11 +170,14 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
     def advance(plain: Callable[[], StepResult]) -> StepResult:
         step, previous = training.progress.step + 1, training.last
         world.record.operations = 0
-        if step > 1 and training.config.backend.compile == "on":
-            world.begin_compiled_step()
         timed = world.timed() if step == training.config.train.steps else nullcontext()
+        compiled.recompilations()
         with world.during(f"step {step}"), _played_batches(samples, world, training.engine), timed:
             result = plain()
+        again = compiled.recompilations() if step > 1 else []
+        world.record.compiler += [
+            f"the compiler compiles blocks again in step {step}: {it}" for it in again
+        ]
         world.forget_expired()
         # The loop holds the previous result until this one is returned.
         values = (

@@ -20,6 +20,7 @@ from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
+from nanoscale.common.versions import missing
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError, described
 from nanoscale.config.reference import flat
@@ -81,7 +82,7 @@ def digest(
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
     what = [_shaping(config), gpu, ranks, steps, every_batch]
     names = [json.dumps(what, sort_keys=True), sys.version]
-    names.append(importlib.metadata.version("torch"))
+    names += [importlib.metadata.version("torch"), missing("triton")]
     result = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
     for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
         result.update(file.read_bytes())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -47,7 +48,13 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
     class Properties:
         name, total_memory = gpu.name, gpu.memory
         major, minor = gpu.capability
-        multi_processor_count, warp_size = 132, 32
+        multi_processor_count, warp_size, L2_cache_size = 132, 32, 50 << 20
+        max_threads_per_multi_processor, max_threads_per_block = 2048, 1024
+        regs_per_multiprocessor, shared_memory_per_block = 65536, 49152
+        shared_memory_per_block_optin, shared_memory_per_multiprocessor = 232448, 233472
+        is_integrated, pci_bus_id = False, 0
+
+    Properties.gcnArchName = ""  # type: ignore[attr-defined]
 
     values = {
         "is_available": lambda: True,
@@ -57,6 +64,7 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
         "current_device": lambda: world.device.index,
         "set_device": lambda *_: None,
         "device": lambda *_: nullcontext(),
+        "_DeviceGuard": lambda *_: nullcontext(),
         "get_device_name": lambda *_: gpu.name,
         "get_device_capability": lambda *_: tuple(gpu.capability),
         "get_device_properties": lambda *_: Properties,
@@ -175,7 +183,7 @@ def _replace_streams(patches: Patches, world: Any) -> None:
         "synchronize": lambda *_: world.wait("torch.cuda.synchronize"),
     }.items():
         patches.replace(torch.cuda, name, value)
-    patches.replace(torch.accelerator, "current_stream", current_stream)
+    patches.replace(torch.accelerator, "current_stream", lambda *_: current_stream())
 
 
 aten = torch.ops.aten
@@ -184,10 +192,18 @@ aten = torch.ops.aten
 def use_fused_kernels(patches: Patches) -> None:
     """Replace functions for which C++ chooses a kernel by the device of the tensors."""
     patches.wrap(F, "scaled_dot_product_attention", _attention)
-    patches.wrap(F, "rms_norm", _rms_norm)
-    patches.wrap(F, "softmax", _softmax)
-    patches.wrap(F, "silu", _silu)
-    patches.wrap(torch, "where", _where)
+    for owner, make in ((F, _rms_norm), (F, _softmax), (F, _silu), (torch, _where)):
+        patches.wrap(owner, make.__name__[1:], partial(_unless_compiled, make))
+
+
+def _unless_compiled(make: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a function by `make(function)`, except in what is compiled."""
+    made = make(plain)
+
+    def call(*args: Any, **options: Any) -> Any:
+        return (plain if torch.compiler.is_compiling() else made)(*args, **options)
+
+    return call
 
 
 def update_in_place(patches: Patches) -> None:
@@ -225,24 +241,30 @@ class _Silu(torch.autograd.Function):
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Replace attention by a fused kernel that stores no scores, if CUDA has one for these inputs."""
-    enabled = torch.backends.cuda
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    def enabled() -> tuple[bool, bool, bool]:
+        kernels = torch.backends.cuda
+        efficient = kernels.mem_efficient_sdp_enabled()
+        return kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled(), efficient
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
         if q.device.type != "cuda":
             return plain(q, k, v, attn_mask, **options)
+        cudnn_on, flash_on, efficient_on = enabled()
         bias = None if attn_mask is None else _bias(attn_mask, q)
         causal, scale = options.get("is_causal", False), options.get("scale")
         half = q.dtype in (torch.bfloat16, torch.float16)
         narrow = v.shape[-1] < q.shape[-1]
-        if (bias is not None or narrow) and half and enabled.cudnn_sdp_enabled():
+        if (bias is not None or narrow) and half and cudnn_on:
             cudnn = aten._scaled_dot_product_cudnn_attention
             return cudnn(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
-        fused = half and not narrow and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled())
+        fused = half and not narrow and (flash_on or cudnn_on)
         if bias is None and fused:
             flash = aten._scaled_dot_product_flash_attention
             return flash(q, k, v, 0.0, causal, scale=scale)[0]
         ungrouped = (narrow or q.dtype is torch.float32) and not options.get("enable_gqa")
-        if ungrouped and enabled.mem_efficient_sdp_enabled():
+        if ungrouped and efficient_on:
             efficient = aten._scaled_dot_product_efficient_attention
             return efficient(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
         return plain(q, k, v, attn_mask, **options)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch._subclasses.fake_tensor as fake
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._device import _device_constructors
 
 from nanoscale.config.model_math import routed_share
 from nanoscale.models import moe
+from nanoscale.rehearse.played.live_memory import OPENED
 from nanoscale.rehearse.played.patches import Patches
 
 META = torch.device("meta")
@@ -26,8 +28,12 @@ def device_in_cpp(tensor: FakeTensor) -> torch.device:
     return META if tensor.fake_mode.in_kernel_invocation or device.type == "cuda" else device
 
 
-def report_devices(patches: Patches) -> None:
-    """Report the simulated device to Python and `meta` to C++, for fake tensors and tensors that wrap them."""
+def report_devices(patches: Patches, mode: FakeTensorMode, simulated: torch.device) -> None:
+    """Report the simulated device to Python and `meta` to C++, for fake tensors and tensors that wrap them.
+
+    Args:
+        mode: the mode of the played tensors; other ones are the compiler's.
+    """
     dispatch_fake = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
     def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,6 +41,15 @@ def report_devices(patches: Patches) -> None:
             return device_in_cpp(args[0])
         return dispatch_fake(cls, func, types, args, kwargs or {})
 
+    dispatch_mode = FakeTensorMode.dispatch
+
+    def traced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self is not mode and kwargs.get("device") == META:
+            kwargs = {**kwargs, "device": simulated}  # the compiler passes on what C++ reported
+        return dispatch_mode(self, func, types, args, kwargs)
+
+    patches.replace(FakeTensorMode, "dispatch", traced)
     patches.replace(fake, "init_gpu_context", lambda *_: None)
     handlers = fake._DISPATCH_META_HANDLERS
     patches.replace_item(handlers, DEVICE_OF, lambda args: device_in_cpp(args[0]))
@@ -45,10 +60,16 @@ def report_devices(patches: Patches) -> None:
     for name in ("device", "is_cuda", "is_meta"):  # C++ would report these of a DTensor
         local = property(lambda self, name=name: getattr(self._local_tensor, name))  # type: ignore[misc]
         patches.replace(DTensor, name, local)
+        traced_device = property(lambda self, name=name: getattr(_within(self), name))  # type: ignore[misc]
+        patches.replace(FunctionalTensor, name, traced_device)
     make = Tensor._make_wrapper_subclass
 
     def make_wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a tensor of a class such as FlatShard or torchao's 8-bit moments."""
+        if cls is FunctionalTensor:
+            return make(cls, *args, **kwargs)
+        if cls is FunctionalTensor:
+            return make(cls, *args, **kwargs)
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type != "cuda":
             return make(cls, *args, **kwargs | {"device": device})
@@ -60,6 +81,11 @@ def report_devices(patches: Patches) -> None:
         return make(cls, *args, **kwargs | {"device": META})
 
     patches.replace(Tensor, "_make_wrapper_subclass", make_wrapper)
+
+
+def _within(tensor: Any) -> Any:
+    """Return the tensor within a FunctionalTensor of the compiler."""
+    return torch._from_functional_tensor(tensor.elem)
 
 
 def _device_within(tensor: Any) -> torch.device:
@@ -219,5 +245,6 @@ def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str
 
         return tolist
 
-    patches.wrap(moe, "choose_experts", choosing)
+    choose_experts = moe.choose_experts._opoverload
+    patches.replace_item(OPENED, choose_experts, choosing(OPENED[choose_experts]))
     patches.wrap(FakeTensor, "tolist", answering)

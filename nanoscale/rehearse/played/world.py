@@ -5,7 +5,6 @@ host memory are real. Memory is counted by storages. Collectives return at once.
 
 Python sees the tensors of a GPU on `cuda:N`, and C++ sees them on `meta`, because a build of PyTorch for CPUs
 has no CUDA that could give autograd a stream. The workspaces of cuBLAS and the buffers of NCCL are not counted.
-Compiled functions run eagerly.
 """
 
 from collections import Counter
@@ -19,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from nanoscale.rehearse.played import collectives, cuda, fake_tensors
+from nanoscale.common.versions import missing
+from nanoscale.rehearse.played import collectives, compiled, cuda, fake_tensors
 from nanoscale.rehearse.played.device_memory import DeviceMemory, TensorKind
-from nanoscale.rehearse.played.fusion import Fusion
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import HOST, Call, RankRecord, StreamEvent, calling_line
@@ -56,8 +56,29 @@ def _loss(func: Any, args: Any) -> Any:
     return loss, log_probabilities.new_empty(())
 
 
+_GENERATOR = 5056
+"""Bytes of the state of a random generator of a CPU."""
+
+
+def _with_generator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation of compiled code that draws numbers, or would, such as attention."""
+    kwargs.pop("rng_state", None)
+    run, *rest = args if callable(args[0]) else args[1:]
+    result = run(*rest, **kwargs)
+    if func.name() != "run_and_save_rng_state":
+        return result
+    return torch.empty(_GENERATOR, dtype=torch.uint8), result
+
+
 class World(DeviceMemory):
     """The device of one rank and the other ranks, as a mode that is entered after a FakeTensorMode."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let the compiler trace functions while this mode is active."""
+        return True
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, device: torch.device, mode: FakeTensorMode, patches: Patches, record: RankRecord
@@ -83,11 +104,14 @@ class World(DeviceMemory):
         self._segments: dict[tuple[int, ...], int] = {}
         self._segment: list[int] = []
         self._segment_stream = 0
-        self.fusion = Fusion(self._add_kernel, self._forget)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            result = _with_generator(func, args, kwargs or {})
+            self.see_all(result)
+            return result
         if func is fake_tensors.DEVICE_OF:
             fake = isinstance(args[0], FakeTensor)
             return fake_tensors.device_in_cpp(args[0]) if fake else fake_tensors.DEVICE_OF(args[0])
@@ -139,33 +163,16 @@ class World(DeviceMemory):
         self.mode.cache_enabled = func not in _OF_STORAGES
         if func in _OF_STORAGES and not self.on_gpu:
             args = (args[0], self._storage_without_numbers(args[1]), *args[2:])
-        result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
-        is_fused = self.fusion.region is not None and self.fusion.see(func, tensors, result)
+        if func._overloadname == "out" and kwargs["out"].numel():
+            result = kwargs[
+                "out"
+            ]  # of the right size in compiled code, also where PyTorch has no rule
+        else:
+            result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
         self.see_all(result)
-        if self.keeps_timeline and not is_fused:
+        if self.keeps_timeline:
             self.add_work(work_of(func, tensors, args, kwargs, result))
         return result
-
-    def see_storage(self, storage: torch.UntypedStorage) -> None:
-        if not self.fusion.is_ghost(storage):
-            super().see_storage(storage)
-
-    def _forget(self, storage: torch.UntypedStorage) -> None:
-        """Stop counting a storage that a compiled job does not have."""
-        if storage._cdata in self._held:
-            self._change(storage._cdata, self._held.pop(storage._cdata)[1], 0)
-
-    def _add_kernel(self, work: Work) -> None:
-        if self.keeps_timeline:
-            self.add_work(work)
-
-    def begin_compiled_step(self) -> None:
-        """Play the next step as compiled, and forget the memory of the first one, which was not."""
-        if not self.fusion.learned:
-            self.fusion.learn()
-            for phase in ("forward", "backward", "update"):
-                self.record.phases.pop(phase, None)
-            self.allocator.release_free()
 
     # Tensors in host memory
 
@@ -227,7 +234,6 @@ class World(DeviceMemory):
             self._pending[_address(work)] = len(self.record.calls), held
             self.add_event("call", len(self.record.calls))
             self._record_call(collective)
-            self.fusion.see_collective(collective.tensors, result)
         return result
 
     def wait_for(self, work: Any) -> bool:
@@ -242,7 +248,7 @@ class World(DeviceMemory):
         if work is None:
             return
         if self._segment and self._segment_stream != self.stream:
-            self._end_segment()
+            self.end_segment()
         self._segment_stream = self.stream
         if work not in self._works:
             self._works[work] = len(self.record.works)
@@ -251,10 +257,6 @@ class World(DeviceMemory):
 
     def end_segment(self) -> None:
         """End the operations before an event."""
-        self.fusion.end_segment()
-        self._end_segment()
-
-    def _end_segment(self) -> None:
         segment, self._segment = tuple(self._segment), []
         if segment and segment not in self._segments:
             self._segments[segment] = len(self.record.segments)
@@ -402,8 +404,7 @@ def played(
     on_gpu = gpu is not None
     with Patches() as patches:
         world = World(device, mode, patches, record)
-        fake_tensors.report_devices(patches)
-        patches.replace(torch, "compile", world.fusion.compile)
+        fake_tensors.report_devices(patches, mode, device)
         collectives.hold_tensors(patches, on_gpu=on_gpu)
         patches.replace(FakeWork, "wait", lambda work, *_: world.wait_for(work))
         wait = world.wait if on_gpu else lambda _: None
@@ -412,6 +413,10 @@ def played(
         if gpu is not None:
             cuda.pretend(patches, gpu, world)
             cuda.use_fused_kernels(patches)
+        if not missing("triton"):
+            compiled.patch(patches, world, gpu)
+        else:
+            patches.replace(torch, "compile", lambda function=None, **_: function)
         world.watch_weak_references(patches)
         # DTensor derives the shape of a global result from tensors that no rank has.
         patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", world.uncounted)
