@@ -251,6 +251,10 @@ def _scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
     )
 
 
+def is_fitted(row: Row) -> bool:
+    return row.source.endswith(FITTED) or FITTED[0] in row.source
+
+
 def errors(rows: list[Row], predicted: list[float]) -> list[float]:
     return [p / row.measured - 1 for row, p in zip(rows, predicted, strict=True)]
 
@@ -308,7 +312,7 @@ def main() -> None:
         step_time(row.config, hardware)
     print(f"\n{(time.perf_counter() - began) * 1e3:.0f} µs a prediction, warm")
     if options.calibrate:
-        fitted = [row for row in rows if row.source.endswith(FITTED) or FITTED[0] in row.source]
+        fitted = [row for row in rows if is_fitted(row)]
         others = [row for row in rows if row not in fitted]
         factors = calibrate(fitted)
         print("\nfitted on", ", ".join(FITTED), ":", {k: round(v, 3) for k, v in factors.items()})

@@ -73,10 +73,10 @@ class Efficiency:
     """The share of the fast links' bandwidth that collectives reach."""
     inter_host: float = 0.85
     """The share of the network's bandwidth that collectives reach."""
-    overlap: float = 0.61
+    overlap: float = 0.82
     """Seconds that computation loses for each second in which the device both computes and copies, because both
-    use multiprocessors and memory. In Lee et al. 2025 (arXiv:2507.03114), computation in parallel with
-    collectives takes 18.9 % longer, and a serial schedule 10.2 % longer still: 0.189 / (1.189 · 1.102 - 1)."""
+    use multiprocessors and memory. Fitted to 152 published steps (`benchmarks.plan`: sources in `FITTED` and
+    the building half). Lee et al. 2025 (arXiv:2507.03114) measured 0.61 of the collectives, which also wait."""
     jitter: float = 0.012
     """The standard deviation of a host's step time, as a share of it; a step waits for the slowest host."""
     eager_s: float = 6e-6
