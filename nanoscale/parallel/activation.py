@@ -53,6 +53,8 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
             experts.register_forward_pre_hook(_keep_choices)
     if parallel.activation_checkpointing == "full":
         for block in blocks:
+            if (parts := getattr(block, "parts", None)) is not None:
+                parts.repeats_results = not isinstance(block.mlp_post_norm, nn.Identity)
             block.forward = partial(_recompute_all, [block], block.forward)
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts

@@ -27,7 +27,14 @@ from torch.nn import functional as F
 
 from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.hf_model import HFModel, expert_modules
-from nanoscale.models.moe import ExpertPairs, MixtureOfExperts, count, spread, sum_rows
+from nanoscale.models.moe import (
+    ExpertPairs,
+    MixtureOfExperts,
+    count,
+    is_recomputed,
+    spread,
+    sum_rows,
+)
 from nanoscale.models.rope import Rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
@@ -199,12 +206,15 @@ class Exchange:
         travelling = (start(it, *there) for it in (spread(tokens, to_ranks), routing))
         return Sent(to_ranks, there, sum(pairs), *travelling)
 
-    def compute(self, sent: Sent) -> Started:
-        """Run this rank's experts, and start to send the weighted sums of their outputs back."""
+    def compute(self, sent: Sent, is_read: bool = True) -> Started:
+        """Run this rank's experts, and start to send the weighted sums of their outputs back if they are
+        read."""
         tokens, routing = (finish(it, *sent.there) for it in (sent.tokens, sent.routing))
         weights, chosen = routing.chunk(2, dim=1)
         sums = self.run_experts(tokens, weights, chosen.detach().long(), sent.pairs)
         receiving, sending, name = sent.there
+        if not is_read:
+            return sums.new_empty(sum(sending), sums.shape[1]), sums
         return start(sums, sending, receiving, name)
 
     def receive(self, sent: Sent, sums: Started) -> Tensor:
@@ -227,6 +237,8 @@ class BlockInParts:
         moe: Any = block.mlp
         self.block, self.moe, self.stream = block, moe, stream
         """The stream over the ranks that have a part of every expert; None if they have whole experts."""
+        self.repeats_results = True
+        """True if recomputation reads the experts' results, which only a norm after them does."""
         self.compiled = [(block, "attend"), (moe.experts, "forward"), (self, "add")]
         modules = [it for it in (moe.experts, moe.shared) if it is not None]
         self.recomputed = [(block, "attend"), (self, "route"), *((it, "forward") for it in modules)]
@@ -240,7 +252,8 @@ class BlockInParts:
             attended = self.block.attend(rows, *others)
             normed, *routing = self.route(attended)
             sent.append((attended, normed, self.exchange.send(normed.flatten(0, 1), *routing)))
-        sums = [self.exchange.compute(tokens) for *_, tokens in sent]
+        is_read = self.repeats_results or not is_recomputed()
+        sums = [self.exchange.compute(tokens, is_read) for *_, tokens in sent]
         results = []
         for (attended, normed, tokens), of_experts in zip(sent, sums, strict=True):
             combined = self.exchange.receive(tokens, of_experts)

@@ -26,7 +26,8 @@ from nanoscale.models.moe import is_recomputed, multiply_by_expert
 from nanoscale.models.rope import rope_rotation
 from nanoscale.models.transformer import Block, Rotations, RunLayers, run_layers
 from nanoscale.parallel import activation, process_group
-from nanoscale.parallel.expert import exchange_counts
+from nanoscale.parallel.context import UlyssesAttention
+from nanoscale.parallel.expert import BlockInParts, exchange_counts
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
@@ -398,3 +399,40 @@ def test_selective_keeps_the_products_of_experts_in_both_halves_of_a_batch() -> 
     assert [policy(it) for it in send + send] == 6 * [True]
     assert [policy(it) for it in compute + compute] == 2 * [True, True, False, False]
     assert activation.SavePolicy("matmuls")(exchange)  # of Ulysses, whose block routes later
+
+
+def exchange_alone(rank: int, shape: Model) -> dict[str, tuple[list[Tensor], int]]:
+    """Return the gradients and the exchanges of a step in halves with ep and ulysses, in groups of one rank."""
+    process_group.join(1, torch.device("cpu"), 120.0, even_alone=True)
+    group: Any = torch.distributed.group.WORLD
+    seen = {}
+    for mode in ("none", "full", "attention", "matmuls"):
+        torch.manual_seed(0)
+        layers: Any = nn.ModuleDict({"0": Block(shape, 0), "1": Block(shape, 1)}).double()
+        for parameter in layers.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        for block in layers.values():
+            block.attention.core = UlyssesAttention(group, shape)
+            block.forward = block.parts = BlockInParts(block, group, None)
+        activation.apply(layers, replace(Parallel(), **MODES[mode]))
+        hidden, rotations = inputs(batch=2)
+        with CountOperations() as counter:
+            run_layers(layers, hidden, rotations, (None, None)).square().sum().backward()
+        grads: Any = [hidden.grad, *(p.grad for p in layers.parameters())]
+        seen[mode] = grads, counter.counts["_c10d_functional::all_to_all_single"]
+    process_group.leave()
+    return seen
+
+
+@pytest.mark.parametrize("norm", ["before", "both"])
+def test_exchanges_that_recomputation_repeats(norm: Any) -> None:
+    """Four of ulysses, and two of tokens to their experts, in each half. `selective` keeps all of them, and
+    nothing reads what comes back from the experts, except a norm after them."""
+    shape = replace(SHAPE, experts=4, experts_per_token=2, norm_position=norm)
+    [seen] = run_ranks(exchange_alone, 1, shape)
+    expected, once = seen.pop("none")
+    assert once == 2 * 2 * 2 * (4 + 3)  # blocks, halves, passes
+    repeated = {mode: (exchanges - once) / (2 * 2) for mode, (_, exchanges) in seen.items()}
+    assert repeated == {"full": 4 + (2 if norm == "before" else 3), "attention": 0, "matmuls": 0}
+    for gradients, _ in seen.values():
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
