@@ -50,6 +50,7 @@ def document(
         "compared_groups": compared,
         "groups": groups,
         "eager": eager,
+        "kernels": _kernels(records),
         "compiler": list(dict.fromkeys(it for record in records for it in record.compiler)),
         "notes": _notes(config, records),
         "not_played": _not_played(config, records, steps),
@@ -58,6 +59,12 @@ def document(
         "program": {str(record.rank): _program(record) for record in records},
         "streams": {str(record.rank): _streams(record) for record in records},
     }
+
+
+def _kernels(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
+    """Return the compiled kernels of the played ranks, each once, those with most bytes in a step first."""
+    kernels = {(it["name"], it["bytes"]): it for record in records for it in record.kernels}
+    return sorted(kernels.values(), key=lambda it: -int(it["times"] * it["bytes"]))
 
 
 def failed(result: dict[str, Any]) -> bool:

@@ -147,6 +147,7 @@ def _train(config: ResolvedConfig, world: World) -> None:
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
     record.compiler += compiled.breaks()
+    record.kernels = compiled.machine_code(world.kernels)
     record.findings += of_gradients(engine) + of_growth(record.after)
     record.notes += of_filled(engine)
     record.findings += of_growth(record.host_after, "in host memory")

@@ -29,6 +29,21 @@ _COLLECTIVES = (
 )
 
 
+_KERNELS = (
+    Column(
+        "kernels that move most bytes",
+        lambda row: row["name"].removeprefix("triton_"),
+        is_text=True,
+    ),
+    Column("times", lambda row: f"{row['times']:,}"),
+    Column("bytes of one", lambda row: byte_size(row["bytes"])),
+    Column("registers", lambda row: str(row["registers"])),
+    Column("shared", lambda row: byte_size(row["shared"]), optional=1),
+    Column("reads twice", lambda row: str(len(row["reads_again"]) or ""), optional=2),
+)
+_SHOWN_KERNELS = 6
+
+
 def rehearsal_report(result: Document, changes: Sequence[dict[str, str]]) -> Report:
     """Return memory by rank, by phase and in time, the verdict, collectives, waits and mistakes.
 
@@ -60,6 +75,8 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
     )
     if result.get("time"):
         yield from _time(result["time"])
+    if kernels := result.get("kernels"):
+        yield table(_KERNELS, kernels[:_SHOWN_KERNELS])
     if result["collectives"]:
         yield table(_COLLECTIVES, result["collectives"])
         if not result["mismatches"]:
@@ -68,6 +85,11 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
         [
             *_waits(result),
             *result.get("compiler", []),
+            *(
+                f"{it['name']} spills {it['spilled']:,} bytes of each thread's registers to memory"
+                for it in result.get("kernels", [])
+                if it["spilled"]
+            ),
             *(f"note: {note}" for note in result["notes"]),
         ]
     )

@@ -144,6 +144,13 @@ def counts(block: Any, hidden: Any, *args: Any) -> Any:
     return plain(block, hidden, *args)
 
 
+def spills(block: Any, hidden: Any, *args: Any) -> Any:
+    """Let each thread of a kernel hold 60 values of eight numbers at once."""
+    values = [(hidden.detach() * (it + 1)).exp() for it in range(60)]
+    largest = torch.stack(values).amax(0)
+    return plain(block, hidden + sum(it * (largest - it) for it in values), *args)
+
+
 def found(_rank: int, forward: Any, shape: Model) -> RankRecord:
     degrees = {} if forward is counts else recomputed("selective")
     config = compiled(Row("", degrees, 3, precision="bf16", shape=shape))
@@ -163,6 +170,7 @@ def found(_rank: int, forward: Any, shape: Model) -> RankRecord:
         (branches, "breaks a block in two at ", SMALL),
         exhaustive(prints, "breaks a block in two at ", SMALL),
         exhaustive(reads, "item", SMALL),
+        exhaustive(spills, "spilled", SMALL),
         (counts, "compiles blocks again in step 2: ", SMALL),
     ],
 )
@@ -170,8 +178,10 @@ def test_what_the_compiler_cannot_do_is_named(forward: Any, said: str | None, sh
     pytest.importorskip("triton")
     (record,) = run_ranks(found, 1, forward, shape)
     assert not record.error, record.error[-2500:]
-    assert any(work[1].startswith("triton_") for work in record.works)
-    if said in (None, "item"):
+    assert {it["name"] for it in record.kernels} <= {work[1] for work in record.works}
+    assert all(it["registers"] > 0 for it in record.kernels)
+    assert any(it["spilled"] for it in record.kernels) == (said == "spilled")
+    if said in (None, "item", "spilled"):
         assert record.compiler == []
         assert (said in {wait.what for wait in record.waits}) == (said == "item")
     else:

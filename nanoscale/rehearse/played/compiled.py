@@ -9,10 +9,13 @@ Not done are what needs the device: measurements of padded products and of varia
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,12 +41,17 @@ LOADED = (
 """Modules that every copy of the process needs."""
 _CONFIG = {
     "compile_threads": 1, "fx_graph_cache": False, "assume_aligned_inputs": True, "shape_padding": False,
-    "joint_graph_constant_folding": False, "profile_bandwidth": True,
+    "joint_graph_constant_folding": False, "profile_bandwidth": True, "use_static_cuda_launcher": False,
 }  # fmt: skip
 """Settings of Inductor. `profile_bandwidth` lets it write the bytes of each kernel into its code."""
 _BYTES = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")
 
 
+_READ = re.compile(r"tl\.load\((in_ptr\d+|in_out_ptr\d+) \+ (\([^)]*\))")
+_NVIDIA = re.compile(r"\b(REG|STACK):(\d+)")
+_AMD = re.compile(r"\.([sv]gpr_(?:spill_)?count): +(\d+)")
+_CHIPS = {"MI210": "gfx90a", "MI250": "gfx90a", "MI350": "gfx950", "MI355": "gfx950"}
+"""The architectures of AMD's GPUs that are not gfx942."""
 _TRACKED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -61,6 +69,7 @@ def patch(patches: Patches, world: Any, gpu: Gpu | None) -> None:
     patches.replace(import_module(LOADED[2]), "_sfdp_init", lambda *_: None)
     folder = patches.enter_context(TemporaryDirectory(prefix="nanoscale-compiled-"))
     patches.replace(import_module("torch._inductor.codecache"), "cache_dir", lambda: folder)
+    patches.replace_item(os.environ, "TRITON_CACHE_DIR", folder)
     compiler, guards = import_module(LOADED[0]).AsyncCompile, torch._C._dynamo.guards
     for kind in ("triton", "cpp_pybinding"):
         patches.replace(compiler, kind, lambda _, *words, **__: _Kernel(world, words))
@@ -70,7 +79,7 @@ def patch(patches: Patches, world: Any, gpu: Gpu | None) -> None:
     if gpu is None:
         import_module("torch._inductor.fx_passes.post_grad").lazy_init()
     else:
-        _pretend(patches, world.device, gpu.capability)
+        _pretend(patches, world.device, gpu)
 
 
 def breaks() -> list[str]:
@@ -98,21 +107,66 @@ class _Kernel:
     """A kernel that Inductor wrote: its work is the bytes that it reads and writes."""
 
     def __init__(self, world: Any, words: Sequence[Any]) -> None:
-        *names, source = (word for word in words[:2] if isinstance(word, str))
+        *names, self.source = (word for word in words[:2] if isinstance(word, str))
         self.name = names[0] if names else "cpp"
+        self.times = self.bytes = 0
+        """The times that it runs in the last step, and the bytes of its last run."""
         self._world = world
         # The sizes of some are known when they run.
-        found = None if "'ks0'" in source else _BYTES.search(source)
+        found = None if "'ks0'" in self.source else _BYTES.search(self.source)
         self._bytes = None if found is None else round(float(found[1]) * 1e9)
+        world.kernels.append(self)
 
     def run(self, *args: Any, **_: Any) -> None:
-        size = self._bytes
-        if size is None:
-            size = sum(bytes_of(arg) for arg in flat(args) if isinstance(arg, Tensor))
-        if self._world.keeps_timeline:
-            self._world.add_work(("bytes", self.name, size))
+        if not self._world.keeps_timeline:
+            return
+        self.bytes, self.times = self._bytes or 0, self.times + self._world.repeat
+        if self._bytes is None:
+            self.bytes = sum(bytes_of(arg) for arg in flat(args) if isinstance(arg, Tensor))
+        self._world.add_work(("bytes", self.name, self.bytes))
 
     __call__ = run
+
+    def read_again(self) -> list[str]:
+        """Return the inputs that it reads twice, since a row is longer than what it holds at once."""
+        reads = Counter(_READ.findall(self.source))
+        return sorted({pointer for (pointer, _), times in reads.items() if times > 1})
+
+
+def machine_code(kernels: Sequence[_Kernel]) -> list[dict[str, Any]]:
+    """Compile the kernels of the last step for the world's GPU; return what Triton and ptxas made of each.
+
+    Returns:
+        For each kernel its name, how often it runs in a step, the bytes that it reads and writes, the registers
+        of a thread and the bytes that are spilled from them, its shared memory in bytes, and the inputs that it
+        reads again. Of the variants that a GPU would measure, the first is compiled.
+    """
+    return [
+        {"name": it.name, "times": it.times, "bytes": it.bytes, "reads_again": it.read_again()}
+        | _resources(it)
+        for it in kernels
+        if it.times and it.name.startswith("triton_")
+    ]
+
+
+def _resources(kernel: _Kernel) -> dict[str, int]:
+    """Return the registers, spilled bytes and shared memory of a kernel."""
+    load = import_module(LOADED[0])._load_triton_kernel_from_source
+    tuner = load(kernel.name, kernel.source)
+    compiled = tuner._precompile_config(tuner.configs[0]).kernel
+    shared, code = compiled.metadata.shared, compiled.asm
+    if "amdgcn" in code:
+        used = dict(_AMD.findall(code["amdgcn"]))
+        spilled = 4 * (int(used["sgpr_spill_count"]) + int(used["vgpr_spill_count"]))
+        return {"registers": int(used["vgpr_count"]), "spilled": spilled, "shared": shared}
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code["cubin"])
+        file.flush()
+        tool = import_module("triton").knobs.nvidia.cuobjdump.path
+        command = [tool, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = dict(_NVIDIA.findall(said))
+    return {"registers": int(used["REG"]), "spilled": int(used["STACK"]), "shared": shared}
 
 
 def _empty(world: Any) -> Any:
@@ -165,13 +219,21 @@ class _Driver:
         return True
 
 
-def _pretend(patches: Patches, device: torch.device, capability: Sequence[int]) -> None:
+def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> None:
     """Let the compiler believe in a GPU."""
-    version = 10 * capability[0] + capability[1]
-    target = import_module("triton.backends.compiler").GPUTarget("cuda", version, 32)
+    version: Any = 10 * gpu.capability[0] + gpu.capability[1]
+    properties, kind, warp = torch.cuda.get_device_properties(), "cuda", 32
+    if gpu.name.startswith("AMD"):
+        version = next((arch for name, arch in _CHIPS.items() if name in gpu.name), "gfx942")
+        kind, warp = "hip", 64
+        patches.replace(torch.version, "hip", "7.0")
+        patches.replace(properties, "gcnArchName", version)
+        patches.replace(properties, "warp_size", warp)
+    target = import_module("triton.backends.compiler").GPUTarget(kind, version, warp)
     import_module("triton.runtime").driver.set_active(_Driver(device, target))
+    helpers = import_module("torch._inductor.runtime.triton_helpers")
+    patches.replace(helpers, "set_driver_to_gpu", lambda: None)
     interface = import_module("torch._dynamo.device_interface").CudaInterface
-    properties = torch.cuda.get_device_properties()
     values = {
         "get_compute_capability": version, "is_available": True, "current_device": device.index,
         "exchange_device": 0, "maybe_exchange_device": 0, "synchronize": None, "set_device": None,

@@ -147,6 +147,8 @@ class RankRecord:
     """Mistakes of the code that one rank shows without the others."""
     compiler: list[str] = field(default_factory=list)
     """Findings of the compiler in the blocks, by one of the ranks."""
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    """The compiled kernels of the last step, and their machine code (`played.compiled.machine_code`)."""
     notes: list[str] = field(default_factory=list)
     """Facts about the rank's shards that users should know."""
     error: str = ""

@@ -91,6 +91,8 @@ class World(DeviceMemory):
         """The number of equal micro batches for which the present one stands."""
         self._block = "", ""
         """The block of the model whose forward pass began last, and the phase in which it did."""
+        self.kernels: list[Any] = []
+        """The kernels that Inductor wrote (`played.compiled`)."""
         self.waits: Counter[tuple[str, str, str]] = Counter()
         """The number of waits, by section, operation and line."""
         self._group_numbers: dict[str, int] = {}
