@@ -168,10 +168,9 @@ class Sent(NamedTuple):
     """The copies from each rank, the copies for each rank, and the group."""
     pairs: int
     """The pairs of an arriving copy and an expert of this rank."""
-    tokens: Started
-    """`[copies, hidden]`, not arrived yet."""
-    routing: Started
-    """`[copies, 2 · slots]`: weights, and the experts' numbers on their rank; not arrived yet."""
+    travelling: list[Started]
+    """What has not arrived yet: tokens, `[copies, hidden]`, and their routing, `[copies, 2 · slots]`: weights, and
+    the experts' numbers on their rank."""
 
 
 @dataclass(frozen=True)
@@ -203,18 +202,19 @@ class Exchange:
         on_owner = torch.where((on_owner >= 0) & (on_owner < local), on_owner, local)
         routing = torch.cat((spread(weights, to_ranks), on_owner.to(weights.dtype)), 1)
         there = receiving, sending, self.group.group_name
-        travelling = (start(it, *there) for it in (spread(tokens, to_ranks), routing))
-        return Sent(to_ranks, there, sum(pairs), *travelling)
+        travelling = [start(it, *there) for it in (spread(tokens, to_ranks), routing)]
+        return Sent(to_ranks, there, sum(pairs), travelling)
 
     def compute(self, sent: Sent, is_read: bool = True) -> Started:
         """Run this rank's experts, and start to send the weighted sums of their outputs back if they are
         read."""
-        tokens, routing = (finish(it, *sent.there) for it in (sent.tokens, sent.routing))
+        # Copies that have arrived are freed where they came from.
+        tokens, routing = (finish(sent.travelling.pop(0), *sent.there) for _ in range(2))
         weights, chosen = routing.chunk(2, dim=1)
         sums = self.run_experts(tokens, weights, chosen.detach().long(), sent.pairs)
         receiving, sending, name = sent.there
         if not is_read:
-            return sums.new_empty(sum(sending), sums.shape[1]), sums
+            return sums.new_empty(1).expand(sum(sending), sums.shape[1]), sums
         return start(sums, sending, receiving, name)
 
     def receive(self, sent: Sent, sums: Started) -> Tensor:
@@ -255,8 +255,8 @@ class BlockInParts:
         is_read = self.repeats_results or not is_recomputed()
         sums = [self.exchange.compute(tokens, is_read) for *_, tokens in sent]
         results = []
-        for (attended, normed, tokens), of_experts in zip(sent, sums, strict=True):
-            combined = self.exchange.receive(tokens, of_experts)
+        for attended, normed, tokens in sent:
+            combined = self.exchange.receive(tokens, sums.pop(0))
             results.append(self.add(attended, normed, combined))
         return torch.cat(results) if halves else results[0]
 

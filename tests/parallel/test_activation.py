@@ -401,8 +401,9 @@ def test_selective_keeps_the_products_of_experts_in_both_halves_of_a_batch() -> 
     assert activation.SavePolicy("matmuls")(exchange)  # of Ulysses, whose block routes later
 
 
-def exchange_alone(rank: int, shape: Model) -> dict[str, tuple[list[Tensor], int]]:
-    """Return the gradients and the exchanges of a step in halves with ep and ulysses, in groups of one rank."""
+def exchange_alone(rank: int, shape: Model) -> dict[str, tuple[list[Tensor], tuple[int, ...]]]:
+    """Return the gradients of a step in halves with ep and ulysses, in groups of one rank, and how many
+    exchanges, products and products of experts it runs."""
     process_group.join(1, torch.device("cpu"), 120.0, even_alone=True)
     group: Any = torch.distributed.group.WORLD
     seen = {}
@@ -419,20 +420,31 @@ def exchange_alone(rank: int, shape: Model) -> dict[str, tuple[list[Tensor], int
         with CountOperations() as counter:
             run_layers(layers, hidden, rotations, (None, None)).square().sum().backward()
         grads: Any = [hidden.grad, *(p.grad for p in layers.parameters())]
-        seen[mode] = grads, counter.counts["_c10d_functional::all_to_all_single"]
+        names = "_c10d_functional::all_to_all_single", "aten::mm", "nanoscale::multiply_by_expert"
+        seen[mode] = grads, tuple(counter.counts[name] for name in names)
     process_group.leave()
     return seen
 
 
 @pytest.mark.parametrize("norm", ["before", "both"])
-def test_exchanges_that_recomputation_repeats(norm: Any) -> None:
-    """Four of ulysses, and two of tokens to their experts, in each half. `selective` keeps all of them, and
-    nothing reads what comes back from the experts, except a norm after them."""
+def test_exchanges_and_products_that_recomputation_repeats(norm: Any) -> None:
+    """Four exchanges of ulysses, and two of tokens to their experts, in each half. `selective` keeps all of
+    them, and nothing reads what comes back from the experts, except a norm after them. Sums save the tokens
+    of rows, so recomputation of experts ends after their last product."""
     shape = replace(SHAPE, experts=4, experts_per_token=2, norm_position=norm)
     [seen] = run_ranks(exchange_alone, 1, shape)
     expected, once = seen.pop("none")
-    assert once == 2 * 2 * 2 * (4 + 3)  # blocks, halves, passes
-    repeated = {mode: (exchanges - once) / (2 * 2) for mode, (_, exchanges) in seen.items()}
-    assert repeated == {"full": 4 + (2 if norm == "before" else 3), "attention": 0, "matmuls": 0}
+    assert once[::2] == (2 * 2 * 2 * (4 + 3), 2 * 2 * 2 * 3)  # blocks, halves, passes
+    repeated = {
+        mode: [(b - a) / (2 * 2) for a, b in zip(once, counts, strict=True)]
+        for mode, (_, counts) in seen.items()
+    }
+    before = norm == "before"
+    # Attention's output is the last product of a part, which a norm alone reads.
+    assert repeated == {
+        "full": [6 if before else 7, 4, 3],
+        "attention": [0, 3 if before else 4, 3],
+        "matmuls": [0, 0, 1],
+    }
     for gradients, _ in seen.values():
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

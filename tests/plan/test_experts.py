@@ -135,6 +135,29 @@ def test_one_half_of_the_batch_travels_while_the_other_is_computed() -> None:
     assert passes.forward.ep == pytest.approx(hidden + 2 * moe.counts(hardware, part), rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("mode", "ep", "compiled", "repeated"),
+    [
+        ("full", 8, True, [0, 1, 2, 3, 5, 6, 7]),
+        ("attention", 8, True, [0, 1, 2, 5, 6]),
+        ("every-2nd-matmul", 8, True, [0, 2, 5, 6]),
+        ("matmuls", 8, True, []),
+        ("full", 1, True, [0, 1, 2, 3, 5, 6]),
+        # `tests.parallel.test_activation` counts these.
+        ("full", 8, False, [0, 1, 2, 3, 5, 6, 7]),
+        ("attention", 8, False, [0, 1, 2, 5, 6, 7]),
+        ("matmuls", 8, False, [7]),
+    ],
+)
+def test_products_that_recomputation_repeats(
+    mode: str, ep: int, compiled: bool, repeated: list[int]
+) -> None:
+    """q, k, v, output, router, gate, up, down: parts of a block are recomputed and compiled separately."""
+    shape = block.micro_batch_shape(job("qwen3-30b-a3b", dp=8, ep=ep))
+    shape = replace(shape, recompute=mode, compiled=compiled)
+    assert block._recomputed_products(shape, block.linears(QWEN, 1, ep)) == repeated
+
+
 def test_utilization_counts_the_experts_that_a_token_takes() -> None:
     config = job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, global_batch=64, zero=Zero(stage=3))
     step = step_time(config, machine())

@@ -229,10 +229,14 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(results[1::2])
     elif keep == "attention":
         names = set()
+    in_parts = isinstance(keep, str) and shape.local_experts < shape.model.experts
     if run.fused and shape.model.norm_position == "before":
-        names -= {"down"}  # the compiler does not keep what the backward pass does not read
+        # the compiler does not keep what the backward pass does not read
+        names -= {"down", "wo"} if in_parts else {"down"}
     kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
     kept["input"] = entry(shape, run)
+    if in_parts:  # attention is recomputed by itself (`parallel.expert.BlockInParts`)
+        kept["middle"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)
     hidden = shape.tokens * shape.hidden * run.compute
     sizes_of = {"wo": hidden, "down": hidden, "v": shape.tokens * shape.kv * run.compute}

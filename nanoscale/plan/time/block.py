@@ -224,15 +224,13 @@ def product(
 @lru_cache(maxsize=16384)
 def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
-    in_halves = (
-        shape.ep > 1 and shape.expert_tp == 1 and shape.batch % 2 == 0 and not shape.software.fused
-    )  # fmt: skip
+    in_halves = shape.in_parts and shape.expert_tp == 1 and shape.batch % 2 == 0
     return _in_halves(hardware, shape) if in_halves else _block(hardware, shape)
 
 
 def _in_halves(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of a block that computes one half of the batch while tokens of the other half travel
-    (`parallel.expert.run_in_halves`)."""
+    (`parallel.expert.BlockInParts`)."""
     part = replace(shape, batch=shape.batch // 2)
     half = _block(hardware, part)
     one_way, counts = moe.one_way(hardware, part), moe.counts(hardware, part)
@@ -311,7 +309,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     backward = _with_launches(hardware, shape, 1, backward)
     recomputed_products = _recomputed_products(shape, products)
     recomputed, flops = NOTHING, 0.0
-    full = shape.recompute in ("full", "sqrt")
+    full = shape.repeats_blocks
     if shape.recompute != "none":
         tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if full else 0.0)
         if in_products:
@@ -339,17 +337,28 @@ def attention_flops(shape: MicroBatchShape) -> float:
 
 
 def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) -> list[int]:
-    """Return the indices of the recomputed products of a block.
+    """Return the indices of the recomputed products of a block. The router's product is kept.
 
-    The last product is never recomputed: no backward pass needs its result. The router's product is kept.
+    No backward pass needs the result of a last product: recomputation ends before it, or the compiler leaves it
+    out. What is repeated or compiled by itself has a last product of its own: attention, and the experts.
     """
-    if shape.recompute in ("none", "matmuls"):
+    if shape.recompute == "none":
         return []
     every = 2 if shape.recompute == "every-2nd-matmul" else 1
     dense = [i for i, it in enumerate(products) if not (it.router or it.of_experts)]
     experts = [i for i, it in enumerate(products) if it.of_experts]
-    # `selective` keeps all products of experts or none.
-    return (dense[::every] + experts[:-1]) if experts else dense[:-1:every]
+    # The sum of the last product's rows saves their tokens.
+    ends_early = shape.compiled and not (shape.in_parts and shape.repeats_blocks)
+    last = [] if ends_early else experts[-1:]
+    if shape.recompute == "matmuls":
+        return last
+    if not experts:
+        return dense[:-1:every]
+    repeated = dense[::every]
+    if shape.in_parts and not shape.repeats_blocks:
+        repeated = [i for i in repeated if i != experts[0] - 2]  # attention's output, before the router
+    # `selective` keeps gate and up of all experts or of none.
+    return repeated + experts[:-1] + last
 
 
 def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:

@@ -60,6 +60,16 @@ class MicroBatchShape:
         return 1 if self.ep_over_tp else self.tp
 
     @property
+    def in_parts(self) -> bool:
+        """True if attention and experts are compiled and recomputed separately (`parallel.expert.BlockInParts`)."""
+        return self.ep > 1 and not self.software.fused
+
+    @property
+    def repeats_blocks(self) -> bool:
+        """True if recomputation keeps the inputs of blocks and the choices of experts alone."""
+        return self.recompute in ("full", "sqrt")
+
+    @property
     def routed(self) -> int:
         """The tokens that this rank routes to experts."""
         return self.tokens * self.expert_tp // self.tp

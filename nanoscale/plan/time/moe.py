@@ -53,12 +53,16 @@ def _permutations(shape: MicroBatchShape) -> tuple[float, float]:
 
 
 def not_recomputed(hardware: Hardware, shape: MicroBatchShape) -> float:
-    """Return the seconds of the forward pass's sums over experts, whose results no backward pass needs."""
+    """Return the seconds of the forward pass's sums over experts, whose results no backward pass needs.
+
+    In parts, `full` repeats them, and `selective` nothing but the gathers of rows if these are compiled.
+    """
     model = shape.model
-    if not model.experts:
+    if not model.experts or (shape.in_parts and shape.repeats_blocks):
         return 0.0
     rows = shape.routed * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
-    return operations.elementwise(hardware, (_permutations(shape)[0] - 2) / 2 * rows)
+    share = 1 if shape.in_parts and shape.compiled else 0.5
+    return operations.elementwise(hardware, share * (_permutations(shape)[0] - 2) * rows)
 
 
 def one_way(hardware: Hardware, shape: MicroBatchShape) -> float:
