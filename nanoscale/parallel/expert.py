@@ -169,8 +169,8 @@ class Sent(NamedTuple):
     pairs: int
     """The pairs of an arriving copy and an expert of this rank."""
     travelling: list[Started]
-    """What has not arrived yet: tokens, `[copies, hidden]`, and their routing, `[copies, 2 · slots]`: weights, and
-    the experts' numbers on their rank."""
+    """Tokens, `[copies, hidden]`, and their routing, `[copies, 2 · slots]` (weights, and the experts' numbers
+    on their rank), which have not arrived yet."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,7 @@ class Exchange:
         return Sent(to_ranks, there, sum(pairs), travelling)
 
     def compute(self, sent: Sent, is_read: bool = True) -> Started:
-        """Run this rank's experts, and start to send the weighted sums of their outputs back if they are
-        read."""
+        """Run this rank's experts, and start to send the weighted sums of their outputs back, if `is_read`."""
         # Copies that have arrived are freed where they came from.
         tokens, routing = (finish(sent.travelling.pop(0), *sent.there) for _ in range(2))
         weights, chosen = routing.chunk(2, dim=1)

@@ -309,7 +309,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     backward = _with_launches(hardware, shape, 1, backward)
     recomputed_products = _recomputed_products(shape, products)
     recomputed, flops = NOTHING, 0.0
-    full = shape.repeats_blocks
+    full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
         tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if full else 0.0)
         if in_products:
@@ -344,21 +344,18 @@ def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) ->
     """
     if shape.recompute == "none":
         return []
-    every = 2 if shape.recompute == "every-2nd-matmul" else 1
+    full, every = shape.recompute in ("full", "sqrt"), 1 + (shape.recompute == "every-2nd-matmul")
     dense = [i for i, it in enumerate(products) if not (it.router or it.of_experts)]
     experts = [i for i, it in enumerate(products) if it.of_experts]
     # The sum of the last product's rows saves their tokens.
-    ends_early = shape.compiled and not (shape.in_parts and shape.repeats_blocks)
-    last = [] if ends_early else experts[-1:]
+    last = [] if shape.compiled and not (shape.in_parts and full) else experts[-1:]
     if shape.recompute == "matmuls":
         return last
     if not experts:
         return dense[:-1:every]
-    repeated = dense[::every]
-    if shape.in_parts and not shape.repeats_blocks:
-        repeated = [i for i in repeated if i != experts[0] - 2]  # attention's output, before the router
-    # `selective` keeps gate and up of all experts or of none.
-    return repeated + experts[:-1] + last
+    # In parts, `selective` does not repeat attention's output, which is before the router.
+    output = experts[0] - 2 if shape.in_parts and not full else None
+    return [i for i in dense[::every] if i != output] + experts[:-1] + last
 
 
 def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:

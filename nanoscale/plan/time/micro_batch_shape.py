@@ -61,13 +61,8 @@ class MicroBatchShape:
 
     @property
     def in_parts(self) -> bool:
-        """True if attention and experts are compiled and recomputed separately (`parallel.expert.BlockInParts`)."""
+        """True if attention and experts are compiled and recomputed separately (`expert.BlockInParts`)."""
         return self.ep > 1 and not self.software.fused
-
-    @property
-    def repeats_blocks(self) -> bool:
-        """True if recomputation keeps the inputs of blocks and the choices of experts alone."""
-        return self.recompute in ("full", "sqrt")
 
     @property
     def routed(self) -> int:

@@ -55,10 +55,10 @@ def _permutations(shape: MicroBatchShape) -> tuple[float, float]:
 def not_recomputed(hardware: Hardware, shape: MicroBatchShape) -> float:
     """Return the seconds of the forward pass's sums over experts, whose results no backward pass needs.
 
-    In parts, `full` repeats them, and `selective` nothing but the gathers of rows if these are compiled.
+    In parts, `full` repeats them, and compiled `selective` repeats nothing but the gathers of rows.
     """
     model = shape.model
-    if not model.experts or (shape.in_parts and shape.repeats_blocks):
+    if not model.experts or (shape.in_parts and shape.recompute == "full"):
         return 0.0
     rows = shape.routed * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
     share = 1 if shape.in_parts and shape.compiled else 0.5

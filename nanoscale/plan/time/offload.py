@@ -42,7 +42,7 @@ def _saved(shape: MicroBatchShape) -> float:
     """Return the bytes that autograd saves in a block, approximately."""
     model = shape.model
     stream = shape.stream * model.hidden
-    if shape.repeats_blocks:
+    if shape.recompute in ("full", "sqrt"):
         return stream * operations.WIDTH[shape.dtype]
     width = model.head_width
     heads = shape.tokens / shape.tp * width * 2 * (model.heads + model.kv_head_count)
