@@ -164,7 +164,7 @@ def _resources(kernel: _Kernel) -> dict[str, int]:
         file.flush()
         tool = import_module("triton").knobs.nvidia.cuobjdump.path
         command = [tool, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(command, capture_output=True, check=True).stdout.decode()
     used = dict(_NVIDIA.findall(said))
     return {"registers": int(used["REG"]), "spilled": int(used["STACK"]), "shared": shared}
 

@@ -68,8 +68,6 @@ def report_devices(patches: Patches, mode: FakeTensorMode, simulated: torch.devi
         """Make a tensor of a class such as FlatShard or torchao's 8-bit moments."""
         if cls is FunctionalTensor:
             return make(cls, *args, **kwargs)
-        if cls is FunctionalTensor:
-            return make(cls, *args, **kwargs)
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type != "cuda":
             return make(cls, *args, **kwargs | {"device": device})
