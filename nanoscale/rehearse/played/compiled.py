@@ -45,8 +45,6 @@ _CONFIG = {
 }  # fmt: skip
 """Settings of Inductor. `profile_bandwidth` lets it write the bytes of each kernel into its code."""
 _BYTES = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")
-
-
 _READ = re.compile(r"tl\.load\((in_ptr\d+|in_out_ptr\d+) \+ (\([^)]*\))")
 _NVIDIA = re.compile(r"\b(REG|STACK):(\d+)")
 _AMD = re.compile(r"\.([sv]gpr_(?:spill_)?count): +(\d+)")

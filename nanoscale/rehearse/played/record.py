@@ -146,7 +146,7 @@ class RankRecord:
     findings: list[str] = field(default_factory=list)
     """Mistakes of the code that one rank shows without the others."""
     compiler: list[str] = field(default_factory=list)
-    """Findings of the compiler in the blocks, by one of the ranks."""
+    """Findings of the compiler: breaks of what it traces, and what it compiled again."""
     kernels: list[dict[str, Any]] = field(default_factory=list)
     """The compiled kernels of the last step, and their machine code (`played.compiled.machine_code`)."""
     notes: list[str] = field(default_factory=list)

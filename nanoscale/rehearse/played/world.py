@@ -166,9 +166,8 @@ class World(DeviceMemory):
         if func in _OF_STORAGES and not self.on_gpu:
             args = (args[0], self._storage_without_numbers(args[1]), *args[2:])
         if func._overloadname == "out" and kwargs["out"].numel():
-            result = kwargs[
-                "out"
-            ]  # of the right size in compiled code, also where PyTorch has no rule
+            # It has the right size in compiled code, also where PyTorch has no rule.
+            result = kwargs["out"]
         else:
             result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
         self.see_all(result)
