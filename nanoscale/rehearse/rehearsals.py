@@ -248,6 +248,7 @@ def _process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Start the process that plays ranks, in a group of its own; none of the group outlives the block."""
     command = [sys.executable, "-m", "nanoscale.rehearse", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"TMPDIR": str(folder), "TRITON_CACHE_DIR": str(folder)}  # of all copies
     with (folder / "errors").open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             command,

@@ -15,8 +15,6 @@ from nanoscale.plan.rehearsed.costs import PlayedCosts
 HOST = -1
 """The stream of events for which the host waits, as in a rehearsal's record."""
 _MESSAGES = ("send", "recv_")
-
-
 Seconds = defaultdict[Any, float]
 
 
@@ -73,7 +71,10 @@ class RankTime:
 class _Meeting:
     """A collective or message, which all of its played ranks must begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.calls: dict[int, Mapping[str, Any]] = {}
+        """The call of each played rank."""
         self.ready: dict[int, float] = {}
         self.end: float | None = None
 
@@ -104,6 +105,8 @@ class _Rank:
         self.done: dict[int, float] = {}
         """The time at which each event that has passed has ended."""
         self.queues: dict[int, deque[int]] = defaultdict(deque)
+        self.begun: list[Any] = []
+        """The meetings that the last `advance` began."""
         self._issue: list[tuple[int, float]] = []
         """For each event, the last wait of the host before it, and the host's seconds since then."""
         self._repeats: list[int] = []
@@ -139,7 +142,7 @@ class _Rank:
 
     def advance(self, meetings: dict[Any, _Meeting]) -> bool:
         """Let events pass until every stream waits; True if one has passed."""
-        before = len(self.done)
+        before, self.begun = len(self.done), []
         for stream, queue in self.queues.items():
             while queue and self._passes(stream, queue[0], meetings):
                 queue.popleft()
@@ -157,6 +160,7 @@ class _Rank:
             now = self._compute(stream, of, issued, weight)
         elif what == "call":
             meetings[self.meetings[of]].ready[self.time.rank] = now
+            self.begun.append(self.meetings[of])
         elif what == "wait":
             end = meetings[self.meetings[of]].end
             if end is None:
@@ -248,18 +252,20 @@ def simulate(
         int(number): _Rank(int(number), each, costs, axes, traced)
         for number, each in streams.items()
     }
-    members: dict[Any, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    meetings: dict[Any, _Meeting] = {}
     for rank in ranks.values():
         for key, call in zip(rank.meetings, rank.calls, strict=True):
-            members[key][rank.time.rank] = call
-    meetings: dict[Any, _Meeting] = defaultdict(_Meeting)
+            meeting = meetings.setdefault(key, _Meeting(len(meetings)))
+            meeting.calls[rank.time.rank] = call
     free: dict[Any, float] = defaultdict(float)
-    pending = dict(members)
     moved = True
     while moved:
         moved = sum(rank.advance(meetings) for rank in ranks.values()) > 0
-        for key in [it for it in pending if meetings[it].ready.keys() == members[it].keys()]:
-            meeting, calls = meetings[key], pending.pop(key)
+        begun = {key for rank in ranks.values() for key in rank.begun}
+        for key in sorted(begun, key=lambda it: meetings[it].number):
+            meeting, calls = meetings[key], meetings[key].calls
+            if meeting.ready.keys() != calls.keys():
+                continue
             (group, _), call = key, next(iter(calls.values()))
             begin = max(*meeting.ready.values(), free[group])
             meeting.end = free[group] = begin + costs.call(call)

@@ -65,7 +65,7 @@ def patch(patches: Patches, world: Any, gpu: Gpu | None) -> None:
         import_module("torch._inductor.config"), "joint_custom_pre_pass", _OnGpu(world.device)
     )
     patches.replace(import_module(LOADED[2]), "_sfdp_init", lambda *_: None)
-    folder = patches.enter_context(TemporaryDirectory(prefix="nanoscale-compiled-"))
+    folder = os.environ.get("TRITON_CACHE_DIR") or patches.enter_context(TemporaryDirectory())
     patches.replace(import_module("torch._inductor.codecache"), "cache_dir", lambda: folder)
     patches.replace_item(os.environ, "TRITON_CACHE_DIR", folder)
     compiler, guards = import_module(LOADED[0]).AsyncCompile, torch._C._dynamo.guards

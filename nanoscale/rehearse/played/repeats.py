@@ -7,7 +7,8 @@ same, and so does every backward pass. A repeated pass makes only the tensors th
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ class Repeats:
                     tensors = [output] if direction == "forward" else stage.bwd_cache[batch]
                     results = [each if each is None else self._described(each) for each in tensors]
                     counts = world.waits - waits, record.operations - before
-                    self._passes[name] = actions, results, made, *counts
+                    parts = [(at, [*acts]) for at, acts in groupby(actions, itemgetter(0, 1))]
+                    self._passes[name] = parts, results, made, *counts
                 return output
             if options.get("loss") is not None:
                 options["loss"].detach_()  # frees its graph
@@ -111,9 +113,10 @@ class Repeats:
         world, stream = self._world, self._world.stream
         self._addresses = self._batches[batch]
         self._results = {each[0]: each[1:] for each in results if each is not None}
-        for phase, world.stream, act in actions:
+        for (phase, world.stream), acts in actions:
             with world.during(phase):
-                act()
+                for *_, act in acts:
+                    act()
         world.stream, made, self._results = stream, self._results, {}
         return tuple(each if each is None else made[each[0]] for each in results)
 
