@@ -45,6 +45,8 @@ _CONFIG = {
 }  # fmt: skip
 """Settings of Inductor. `profile_bandwidth` lets it write the bytes of each kernel into its code."""
 _BYTES = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")
+_SIZES = re.compile(r"'(ks\d+|\w+numel)': 'i")
+_FIXED = re.compile(r"^ +(\w+numel) = ", re.MULTILINE)
 _READ = re.compile(r"tl\.load\((in_ptr\d+|in_out_ptr\d+) \+ (\([^)]*\))")
 _NVIDIA = re.compile(r"\b(REG|STACK):(\d+)")
 _AMD = re.compile(r"\.([sv]gpr_(?:spill_)?count): +(\d+)")
@@ -108,20 +110,22 @@ class _Kernel:
         *names, self.source = (word for word in words[:2] if isinstance(word, str))
         self.name = names[0] if names else "cpp"
         self.times = self.bytes = 0
-        """The times that it runs in the last step, and the bytes of its last run."""
+        """The times that it runs in the last step, and the bytes of all these times."""
         self._world = world
         # The sizes of some are known when they run.
-        found = None if "'ks0'" in self.source else _BYTES.search(self.source)
+        varies = set(_SIZES.findall(self.source)) - set(_FIXED.findall(self.source))
+        found = None if varies else _BYTES.search(self.source)
         self._bytes = None if found is None else round(float(found[1]) * 1e9)
         world.kernels.append(self)
 
     def run(self, *args: Any, **_: Any) -> None:
         if not self._world.keeps_timeline:
             return
-        self.bytes, self.times = self._bytes or 0, self.times + self._world.repeat
-        if self._bytes is None:
-            self.bytes = sum(bytes_of(arg) for arg in flat(args) if isinstance(arg, Tensor))
-        self._world.add_work(("bytes", self.name, self.bytes))
+        tensors = (arg for arg in flat(args) if isinstance(arg, Tensor))
+        moved = sum(map(bytes_of, tensors)) if self._bytes is None else self._bytes
+        self.times += self._world.repeat
+        self.bytes += self._world.repeat * moved
+        self._world.add_work(("bytes", self.name, moved))
 
     __call__ = run
 
@@ -135,13 +139,13 @@ def machine_code(kernels: Sequence[_Kernel]) -> list[dict[str, Any]]:
     """Compile the kernels of the last step for the world's GPU; return what Triton and ptxas made of each.
 
     Returns:
-        For each kernel its name, how often it runs in a step, the bytes that it reads and writes, the registers
-        of a thread and the bytes that are spilled from them, its shared memory in bytes, and the inputs that it
+        For each kernel its name, how often it runs in a step, the mean bytes that it moves, the registers of a
+        thread and the bytes that are spilled from them, its shared memory in bytes, and the inputs that it
         reads again. Of the variants that a GPU would measure, the first is compiled.
     """
     return [
-        {"name": it.name, "times": it.times, "bytes": it.bytes, "reads_again": it.read_again()}
-        | _resources(it)
+        {"name": it.name, "times": it.times, "bytes": it.bytes // it.times}
+        | {"reads_again": it.read_again(), **_resources(it)}
         for it in kernels
         if it.times and it.name.startswith("triton_")
     ]
