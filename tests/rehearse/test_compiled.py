@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
+from nanoscale.config.model_math import parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.models import transformer as module
@@ -188,3 +189,21 @@ def test_what_the_compiler_cannot_do_is_named(forward: Any, said: str | None, sh
     else:
         assert said in record.compiler[0]
         assert f"{Path(__file__).name}:" in record.compiler[0] or "breaks" not in said
+
+
+def updated(_rank: int) -> tuple[RankRecord, int]:
+    config = compiled(Row("", precision="bf16-pure", shape=SMALL))
+    return life.play(config, 0, 2, H100), parameters(config.model)
+
+
+@pytest.mark.slow
+def test_one_kernel_for_tensors_of_all_sizes_moves_the_bytes_of_each() -> None:
+    pytest.importorskip("triton")
+    ((record, count),) = run_ranks(updated, 1)
+    assert not record.error, record.error[-2500:]
+    (update,) = (it for it in record.kernels if "bitwise_xor" in it["name"])
+    # Weights and both moments are read and written, and gradients are read.
+    moved = update["times"] * update["bytes"]
+    assert moved == pytest.approx(2 * 7 * count, rel=0.01)
+    works = [work[2] for work in record.works if work[1] == update["name"]]
+    assert len(set(works)) > 3
