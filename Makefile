@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive test-oldest test-newest lint size format bench bench-plan faults docs schemas model-cards pictures docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest test-newest lint size format bench bench-plan bench-compiled faults docs schemas model-cards pictures docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -73,6 +73,11 @@ bench: $(READY)
 # The planner against published measurements.
 bench-plan: $(READY)
 	$(BIN)/python -m benchmarks.plan
+
+# Predictions for benchmarks/gpu from code that is compiled for GPUs which are not here; some minutes a GPU.
+CLUSTERS := h100-sxm b200 mi300x h200
+bench-compiled: $(READY)
+	$(BIN)/python -m benchmarks.gpu.predictions $(CLUSTERS)
 
 # docs/faults.md, as measured here; some minutes, and only for root.
 faults: $(READY)

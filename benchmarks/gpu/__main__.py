@@ -23,6 +23,7 @@ def main() -> None:
     wheels.install_missing()
     # They import packages that may have been missing until now.
     from benchmarks.gpu.parts import MACHINE, PARTS, Bench
+    from benchmarks.gpu.predictions import newest
     from benchmarks.gpu.session import CLOSING_S, Session
     from benchmarks.gpu.table import ratios, render
 
@@ -52,6 +53,7 @@ def main() -> None:
                 if "why" in row:
                     sys.exit("\n".join(["nothing can be measured here", *row.get("log", ())]))
                 session.about |= {name: row[name] for name in ("device", "driver", "versions")}
+                session.predictions = newest(row["device"])
     session.about["seconds"] = round(time.monotonic() - began)
     session.save()
     for name, ratio in ratios(session.rows):

@@ -27,6 +27,13 @@ from nanoscale.models.attention import AttentionSpan, CausalAttention
 
 Figures = dict[str, Any]
 SEQ, HEADS, TOKENS = 8192, 32, 16384
+HEAD_SIZES = (64, 72, 128, 192)
+GROUPED = tuple(
+    (width, ffn, experts, rows)
+    for width, ffn, experts in ((2048, 768, 16), (4096, 14336, 8))
+    for rows in (512, 2048, 8192)
+)
+"""Products of experts: their width, that of the hidden layer, the number of experts, and rows of each."""
 TIMES = 5
 
 
@@ -39,12 +46,11 @@ def kernels(device: torch.device) -> dict[str, Callable[[], Figures]]:
     """Return measurements by name, the most valuable first; on a CPU of toy sizes."""
     small = 1 if device.type == "cuda" else 32
     items: dict[str, Callable[[], Figures]] = {}
-    for width, ffn, experts in ((2048, 768, 16), (4096, 14336, 8)):
-        for rows in (512, 2048, 8192):
-            sizes = [it // small for it in (width, ffn, rows)]
-            items[f"grouped {width}x{ffn}, {rows} rows"] = partial(grouped, device, experts, *sizes)
+    for width, ffn, experts, rows in GROUPED:
+        sizes = [it // small for it in (width, ffn, rows)]
+        items[f"grouped {width}x{ffn}, {rows} rows"] = partial(grouped, device, experts, *sizes)
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        for head in (64, 72, 128, 192):
+        for head in HEAD_SIZES:
             name = f"{backend.name.partition('_')[0].lower()} {head}"
             items[name] = partial(attention, device, SEQ // small, head, backend=backend)
     for head in (64, 128):

@@ -87,6 +87,7 @@ class Session:
         results: the path of the results, without .json and .txt.
         used_gib: the memory in use on the GPU.
         about: facts about all rows.
+        predictions: figures by row, which are stored as `compiled` next to what was measured.
         began, until: the start of the present measurement, and its limit.
     """
 
@@ -94,6 +95,7 @@ class Session:
     results: Path
     used_gib: Callable[[], float] = gpu_used_gib
     about: Figures = field(default_factory=dict)
+    predictions: dict[str, Figures] = field(default_factory=dict)
     rows: list[Figures] = field(default_factory=list)
     began: float = 0.0
     until: float = 0.0
@@ -126,6 +128,8 @@ class Session:
         except Exception as error:  # an error of the benchmark itself leaves the other rows alone
             row = {"why": f"failed: {type(error).__name__}: {error}"}
         row = {"what": what, "seconds": round(time.monotonic() - self.began, 1), **row}
+        if what in self.predictions:
+            row["compiled"] = self.predictions[what]
         self.rows.append(row)
         self.save()
         print("\n".join(lines_of(row)), flush=True)

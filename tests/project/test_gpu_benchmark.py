@@ -23,9 +23,11 @@ from benchmarks.gpu import correct, kernels, wheels
 from benchmarks.gpu.items import read_items, run_items
 from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
 from benchmarks.gpu.peers import trained, write_tokens
-from benchmarks.gpu.session import Failed, TooSlow
+from benchmarks.gpu.predictions import PREDICTED, _block, _in_order, newest
+from benchmarks.gpu.session import Failed, Session, TooSlow
 from nanoscale.backends import low_bits
 from nanoscale.config.composing.compose import compose
+from nanoscale.metrics.step_parts import PARTS as STEP_PARTS
 from nanoscale.models import moe
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +144,72 @@ def test_a_smaller_layout_is_tried_after_the_gpu_ran_out_of_memory() -> None:
     found = first_that_fits(LAYOUTS, train)
     assert found == {"mfu": 0.5, "ran_out_of_memory": [("train.micro_batch=3",)]}
     assert tried == [120, 90]  # not 115, which is nearly as large
+
+
+PREDICTION = {
+    "what": "nanoscale llama-1b 8k bf16",
+    "tokens_per_s": 1000.0,
+    "memory_gib": 50.0,
+    "overrides": ["train.micro_batch=2"],
+    "operations": [{"what": "triton_poi_fused_add_0", "seconds": 0.002}],
+}
+
+
+def predictions(folder: Path, day: str, tokens_per_s: float) -> None:
+    """Write a prediction of one row, and a row that could not be rehearsed."""
+    row = PREDICTION | {"tokens_per_s": tokens_per_s}
+    rows = [row, {"what": "nanoscale NF4 llama-8b 4k bf16", "why": "failed"}]
+    (folder / f"{day}-compiled-h200.json").write_text(json.dumps({"rows": rows}))
+
+
+def test_a_measured_row_has_the_newest_prediction_for_its_device_beside_it(tmp_path: Path) -> None:
+    predictions(tmp_path, "2026-11-28", 1.0)
+    predictions(tmp_path, "2026-11-29", 1000.0)
+    assert newest("NVIDIA L4", tmp_path) == newest("CPU", tmp_path) == {}
+    session = Session(time.monotonic() + 60, tmp_path / "figures", used_gib=lambda: 0.0)
+    session.predictions = newest("NVIDIA H200", tmp_path)
+    assert [*session.predictions] == ["nanoscale llama-1b 8k bf16"]
+    parts = {f"{name}_s": 1.0 for name in STEP_PARTS} | {"step_s": 9.0, "waits": {}}
+    parts |= {"kernels": {"triton_poi_fused_add_0": 0.003, "nvjet": 0.1}}
+    measured = {"tokens_per_s": 900.0, "memory_gib": 51.0, "overrides": ["train.micro_batch=4"]}
+    session.measure("nanoscale llama-1b 8k bf16", lambda: measured | {"parts": parts}, limit_s=9)
+    session.measure("loop llama-1b 8k bf16", lambda: measured, limit_s=9)
+    ours, peer = rows(tmp_path)
+    assert ours["compiled"] == PREDICTION and "compiled" not in peer
+    table = (tmp_path / "figures.txt").read_text()
+    assert "1,000 tokens/s, measured 0.900 of it · 50.0 GiB, measured 1.020 of it" in table
+    assert "of another layout, 2" in table
+    assert "triton_poi_fused_add_0: 3.0 ms, compiled code 2.0 ms" in table
+
+
+@pytest.mark.parametrize(
+    "device", ["NVIDIA H100 80GB HBM3", "NVIDIA B200", "AMD Instinct MI300X", "NVIDIA H200"]
+)
+def test_the_rows_that_matter_have_predictions(device: str) -> None:
+    chosen = [it.what for part in PREDICTED for it in PARTS[part] if not it.peer]
+    found = newest(device)
+    assert set(chosen) - set(found) == {"nanoscale NF4 llama-8b 4k bf16"}  # torchao's tensors
+    trained = [it for it in found.values() if "tokens_per_s" in it]
+    assert all(it["block"]["backward"] and it["kernels"]["count"] for it in trained)
+
+
+def test_the_work_of_one_block_is_listed_in_order() -> None:
+    attention = ["attention", "flash", "bf16", 1, 64, 64, 4, 16, True]
+    back = [*attention, True]
+    works = [
+        ["bytes", "embedding", 9],
+        [*attention, False],
+        ["product", "mm", "bf16", 4, 4, 4, 1, True],
+    ]
+    works += [["bytes", "triton_0", 7], back]
+    streams = {
+        "works": works,
+        "segments": [[0, 1, 2, 1, 3], [4, 3, 4]],
+        "events": [[0, "work", 0], [0, "batch", 2], [1, "work", 0], [0, "work", 1]],
+    }
+    order = _in_order(streams)
+    assert _block(order, backward=False) == ["flash", "mm bf16 4 × 4 × 4"]
+    assert _block(order, backward=True) == ["flash", "triton_0"]
 
 
 def test_the_three_calls_leave_no_part_out() -> None:
