@@ -75,10 +75,13 @@ def predict(cluster: str, parts: list[str], folder: Path) -> None:
 
 
 def newest(device: str, folder: Path = RESULTS) -> dict[str, Figures]:
-    """Return the newest predictions for a device by its driver's name, by row; none if there are none."""
+    """Return the newest predictions for a device by its driver's name, by row; none if there are none.
+
+    A row that was rehearsed in no layout that fits has the reason, `why`.
+    """
     files = sorted(folder.glob(f"*-compiled-{recognise(device)}.json"))
     rows = json.loads(files[-1].read_text())["rows"] if files else []
-    return {row["what"]: row for row in rows if "why" not in row}
+    return {row["what"]: row for row in rows if not row.get("why", "").startswith("failed")}
 
 
 @dataclass
@@ -102,8 +105,12 @@ class Rehearsals(Bench):
             document = _printed(failed.log)
             if document.get("fits") is not False:
                 raise
-            gib = document["ranks"][0]["total"] / 2**30
-            raise Failed(f"the GPU ran out of memory: {gib:.1f} GiB are rehearsed") from failed
+            sizes = {**document["ranks"][0], "capacity": document["capacity"]}
+            gib = (sizes[name] / 2**30 for name in ("allocated", "total", "capacity"))
+            note = "{:.1f} GiB allocated, {:.1f} GiB in use of {:.1f} GiB".format(*gib)
+            notes = self.session.about.setdefault("notes", [])
+            notes.append(f"row {len(self.session.rows) + 1}, {' '.join(chosen[-3:])}: {note}")
+            raise Failed("the GPU ran out of memory in the rehearsal") from failed
         composed = compose([*overrides, *self.described])
         (rank,) = times_of(check(composed, planned_devices(composed)), document)
         shown = tuple(it for it in overrides if not it.startswith(_OF_HERE))

@@ -98,6 +98,9 @@ def _compared(row: dict[str, Any]) -> Iterator[str]:
     """Yield the figures of the compiled code, and the measured ones over them."""
     if not (compiled := row.get("compiled")):
         return
+    if "why" in compiled:
+        yield f"    compiled code: {compiled['why']}"
+        return
     cells = []
     for name in (it for it in _COMPARED if compiled.get(it)):
         ratio = f", measured {row[name] / compiled[name]:.3f} of it" if row.get(name) else ""
