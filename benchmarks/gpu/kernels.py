@@ -33,7 +33,7 @@ GROUPED = tuple(
     for width, ffn, experts in ((2048, 768, 16), (4096, 14336, 8))
     for rows in (512, 2048, 8192)
 )
-"""Products of experts: their width, that of the hidden layer, the number of experts, and rows of each."""
+"""Products of experts: width, width of the hidden layer, number of experts, rows of each expert."""
 TIMES = 5
 
 

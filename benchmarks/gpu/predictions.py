@@ -148,7 +148,7 @@ def figures(document: Figures, time: RankTime) -> Figures:
     """Return the summary of a rehearsal of one rank.
 
     `kernels` are the Triton kernels that Inductor wrote, and `eager_gb` the bytes of element-wise operations
-    outside of compiled code, such as sums of gradients and updates. Seconds and bytes are those of a step.
+    outside of compiled code, such as sums of gradients and updates. Seconds and bytes are of a step.
     """
     (rank,) = document["ranks"]
     compiled = document["kernels"]
@@ -189,7 +189,7 @@ _CODE = ("bytes", "registers", "spilled", "shared", "reads_again")
 
 
 def _most(time: RankTime, compiled: dict[str, Figures]) -> list[Figures]:
-    """Return the operations with most seconds, with the machine code of those that Inductor wrote."""
+    """Return the operations with most seconds, with the machine code of Inductor's kernels."""
     seconds: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for work, spent in time.operations.items():
