@@ -21,6 +21,7 @@ from nanoscale.models.transformer import Block
 from nanoscale.rehearse import life
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.rehearse.played.work import _product
 from nanoscale.rehearse.rehearsed_job import shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
@@ -207,3 +208,9 @@ def test_one_kernel_for_tensors_of_all_sizes_moves_the_bytes_of_each() -> None:
     assert moved == pytest.approx(2 * 7 * count, rel=0.01)
     works = [work[2] for work in record.works if work[1] == update["name"]]
     assert len(set(works)) > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_products_in_8_bits_are_fast_on_all_makers_gpus(dtype: torch.dtype) -> None:
+    a, b = (torch.empty(32, 32, dtype=dtype, device="meta") for _ in range(2))
+    assert _product("_scaled_mm", [a, b])[2] == "fp8"

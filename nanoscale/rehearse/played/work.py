@@ -11,7 +11,7 @@ from nanoscale.config.model_math import window_keys
 
 _DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+    **dict.fromkeys((it for name, it in vars(torch).items() if name.startswith("float8_e")), "fp8"),
 }  # fmt: skip
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
 EMPTY = {
