@@ -45,8 +45,7 @@ _CONFIG = {
 }  # fmt: skip
 """Settings of Inductor. `profile_bandwidth` lets it write the bytes of each kernel into its code."""
 _BYTES = re.compile(r"'kernel_num_gb': ([0-9.e+-]+)")
-_SIZES = re.compile(r"'(ks\d+|\w+numel)': 'i")
-_FIXED = re.compile(r"^ +(\w+numel) = ", re.MULTILINE)
+_VARIES = re.compile(r"'(ks\d+|\w+numel)': 'i(?!.*^ +\1 = )", re.DOTALL | re.MULTILINE)
 _READ = re.compile(r"tl\.load\((in_ptr\d+|in_out_ptr\d+) \+ (\([^)]*\))")
 _NVIDIA = re.compile(r"\b(REG|STACK):(\d+)")
 _AMD = re.compile(r"\.([sv]gpr_(?:spill_)?count): +(\d+)")
@@ -113,16 +112,14 @@ class _Kernel:
         """The times that it runs in the last step, and the bytes of all these times."""
         self._world = world
         # The sizes of some are known when they run.
-        varies = set(_SIZES.findall(self.source)) - set(_FIXED.findall(self.source))
-        found = None if varies else _BYTES.search(self.source)
+        found = None if _VARIES.search(self.source) else _BYTES.search(self.source)
         self._bytes = None if found is None else round(float(found[1]) * 1e9)
         world.kernels.append(self)
 
     def run(self, *args: Any, **_: Any) -> None:
         if not self._world.keeps_timeline:
             return
-        tensors = (arg for arg in flat(args) if isinstance(arg, Tensor))
-        moved = sum(map(bytes_of, tensors)) if self._bytes is None else self._bytes
+        moved = self._bytes or sum(bytes_of(arg) for arg in flat(args) if isinstance(arg, Tensor))
         self.times += self._world.repeat
         self.bytes += self._world.repeat * moved
         self._world.add_work(("bytes", self.name, moved))
