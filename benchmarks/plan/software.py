@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import NANOSCALE, Software, hardware_of
@@ -18,6 +19,11 @@ from nanoscale.plan.memory.states import BytesPerParameter
 from nanoscale.plan.predict import Prediction, is_simulated, simulated
 from nanoscale.plan.time.step import stage_costs, step_time
 
+# Fitted to the building half of the runs of 2026, as `WORDS` and `FSDP_OVERLAP` are:
+GROUPED = 0.7
+"""`Software.grouped` of Transformer Engine's kernels."""
+HOST_S = 4.4e-3
+"""`Software.host_s` of Megatron-LM without CUDA graphs: 8.8 ms for both passes of Qwen3-30B-A3B on 8 B200."""
 TORCH = Software("torch", composed_norm=True, dtensor=True, narrow_gathers=True)
 """PyTorch-native software with FSDP2 and DTensor, such as torchtitan."""
 TORCH_WHOLELOSS = replace(TORCH, name="torch-wholeloss")
@@ -30,16 +36,50 @@ MEGATRON = Software(
     hidden_tp="both",
     narrow_gathers=True,
     cast_bytes=3,
+    grouped=GROUPED,
+    host_s=HOST_S,
     distributed_optimizer=True,
 )
 """Megatron-LM or NeMo with Transformer Engine: what the hardware has been shown to reach."""
-RECORDS = {record.name: record for record in (NANOSCALE, TORCH, TORCH_WHOLELOSS, MEGATRON)}
+AUTOMODEL = replace(
+    TORCH,
+    name="automodel",
+    fused=True,
+    composed_norm=False,
+    dtensor=False,
+    copies="host",
+    grouped=GROUPED,
+)
+"""NeMo AutoModel: FSDP2 with Transformer Engine's products and DeepEP."""
+RECORDS = {it.name: it for it in (NANOSCALE, TORCH, TORCH_WHOLELOSS, MEGATRON, AUTOMODEL)}
 """The records by name."""
+WORDS: dict[str, dict[str, Any]] = {
+    "alltoall": {"copies": "expert"},
+    "overlap": {"hidden_ep": 0.8},
+    "router-graphs": {"host_s": HOST_S / 2},
+    "graphs": {"host_s": 1e-6, "hidden_ep": 0.8},
+    "fsdp": {},
+}
+"""Words behind a record's name, and what they change. Attention, router and preparation are half of HOST_S."""
+FSDP_OVERLAP = 0.3
+"""`Efficiency.overlap` of Megatron's FSDP, whose collectives take few multiprocessors (NCCL_CTA_POLICY=1)."""
+
+
+@cache
+def record(name: str) -> Software:
+    """Return a record by its name, which words may follow: megatron-alltoall-overlap."""
+    if name in RECORDS:
+        return RECORDS[name]
+    word = next(word for word in sorted(WORDS, key=len, reverse=True) if name.endswith(f"-{word}"))
+    return replace(record(name.removesuffix(f"-{word}")), name=name, **WORDS[word])
 
 
 def predict(config: ResolvedConfig, software: Software) -> Prediction:
     """Return `plan.predict.predict` of a job of at most `MOST_SIMULATED` micro batches for other software."""
     hardware, timeline, held, makespan = hardware_of(config), None, None, None
+    if software.name.endswith("-fsdp"):
+        own = replace(hardware.efficiency, overlap=FSDP_OVERLAP)
+        hardware = replace(hardware, efficiency=own)
     if is_simulated(config):
         timeline = simulated(config, stage_costs(config, hardware, software))
         held, makespan = timeline.held, timeline.makespan

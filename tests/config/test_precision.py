@@ -30,7 +30,7 @@ WITH = [
     "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090", "NVIDIA RTX A6000",
     "NVIDIA RTX 2000 Ada Generation",
     "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "NVIDIA B200",
-    "NVIDIA GB200",
+    "NVIDIA GB200", "NVIDIA GB300",
     "NVIDIA H20", "NVIDIA GH200 480GB", "AMD Instinct MI100", "AMD Instinct MI300X", "a100-80",
     "gb200", "mi300x",
 ]  # fmt: skip

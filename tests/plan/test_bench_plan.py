@@ -68,7 +68,25 @@ def test_the_slowdown_by_collectives_is_the_one_that_fits_published_steps(monkey
 
 def test_the_page_of_errors_is_as_the_planner_is():
     page = Path("docs/planner-errors.md")
-    assert page.read_text() == published_runs.page(published_runs.compare())
+    of_2026 = published_runs.compare(published_runs.RUNS_OF_2026)
+    assert page.read_text() == published_runs.page(published_runs.compare(), of_2026)
+
+
+def test_runs_of_2026_that_no_constant_was_fitted_to_are_planned_within_their_bounds():
+    checking = [
+        one for one in published_runs.compare(published_runs.RUNS_OF_2026) if one.half == "checking"
+    ]
+    errors = published_runs.grouped(checking, lambda one: one.time_error)
+    assert mean(map(abs, errors["all"])) < 0.15
+    assert mean(map(abs, errors["family dense"])) < 0.08
+    assert mean(map(abs, errors["family experts"])) < 0.17
+
+
+def test_a_word_behind_a_record_s_name_changes_it():
+    found = software.record("megatron-alltoall-overlap")
+    assert (found.copies, found.hidden_ep) == ("expert", 0.8)
+    assert found.host_s == software.MEGATRON.host_s
+    assert found is software.record("megatron-alltoall-overlap")
 
 
 def test_two_sources_are_compared_and_stored(tmp_path, monkeypatch, capsys):

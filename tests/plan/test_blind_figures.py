@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan.software import MEGATRON, TORCH
+from benchmarks.plan.software import AUTOMODEL, MEGATRON, TORCH
 from nanoscale.common.units import GIB
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import (
@@ -194,10 +194,10 @@ MIXTURES = [
     Run("Mixtral 8x7B", "Megatron-Core 0.9", tokens(MIXTRAL, 4096, 468),
         nemo(MIXTRAL, dp=16, pp=4, ep=8, virtual_stages=8, global_batch=256, precision=BF16,
              backend=EAGER), MEGATRON),
-    # DeepEP sends a token once to each rank that has any of its experts.
+    # DeepEP sends a token once to each rank that has any of its experts; the products are Transformer Engine's.
     Run("Qwen3 30B-A3B", "NeMo AutoModel 26.02, performance summary", 12040,
         run(QWEN3_MOE, "h100-sxm", dp=8, ep=8, global_batch=512, micro_batch=4, **FSDP, backend=EAGER,
-            cluster=reaching("h100-sxm", CUDNN))),
+            cluster=reaching("h100-sxm", CUDNN)), AUTOMODEL),
 ]  # fmt: skip
 
 

@@ -79,7 +79,8 @@ def test_figures_of_the_data_sheets(name, bf16, gbs, gib):
      ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"), ("NVIDIA L40", None), ("NVIDIA GH200 480GB", None),
      ("NVIDIA H20", "h20"), ("NVIDIA H200 NVL", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
      ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H100 80GB HBM3 MIG", None), ("NVIDIA", None),
-     ("NVIDIA B300 SXM6 AC", "b300"), ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 4090 D", None),
+     ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"), ("Tesla T4", "t4"),
+     ("NVIDIA GeForce RTX 4090 D", None),
      ("Tesla V100-SXM2-32GB-LS", "v100"), ("NVIDIA GeForce RTX 4090", "rtx-4090")],
 )  # fmt: skip
 def test_devices_are_recognised_by_the_whole_of_what_tells_them_apart(driver, name):

@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from benchmarks.plan.software import MEGATRON, TORCH, memory_of, software_setting
+from benchmarks.plan.software import MEGATRON, TORCH, memory_of, record, software_setting
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Backend, Launcher, Zero
 from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Efficiency, Software
@@ -194,3 +194,36 @@ def test_megatron_s_master_weights_of_experts_are_divided_by_the_ranks_that_have
     experts = 48 * 128 * 3 * 2048 * 768
     others = parameters(config.model) - experts
     assert rank.part("weights").bytes == pytest.approx(4 * (others / 8 + experts / 8), rel=0.001)
+
+
+def _mixture(software, **layout):
+    config = job("qwen3-30b-a3b", seq_len=4096, micro_batch=1, **layout)
+    hardware = machine("h100-sxm")
+    shape = block.micro_batch_shape(config, software)
+    return hardware, shape, block.block(hardware, shape)
+
+
+def test_products_of_experts_take_the_rate_of_the_software_s_kernel():
+    """In 16 and in 8 bits. A layer outside of experts is as fast."""
+    for kind in ("bf16", "fp8"):
+        hardware, shape, _ = _mixture(MEGATRON, dp=8, ep=8)
+        shape = replace(shape, kind=kind, batch=16)
+        slow = replace(shape, software=replace(MEGATRON, grouped=MEGATRON.grouped / 2))
+        for linear in block.linears(shape.model, 1, 8):
+            times = [block.product(hardware, it, linear) for it in (shape, slow)]
+            assert times[1] == pytest.approx(times[0] * (2 if linear.of_experts else 1), rel=0.05)
+
+
+def test_the_host_bounds_a_mixture_s_block_without_cuda_graphs():
+    hosts = [record("megatron"), record("megatron-router-graphs"), record("megatron-graphs")]
+    without, router, graphs = (sum(_mixture(it, dp=8, ep=8)[2].seconds) for it in hosts)
+    assert without == pytest.approx(2 * MEGATRON.host_s) and graphs < router < without
+    over_tp = _mixture(MEGATRON, dp=4, tp=2, ep=8, ep_over_tp=True)[2]
+    assert sum(over_tp.seconds) == pytest.approx(4 / 3 * without)
+
+
+def test_another_micro_batch_s_computation_hides_exchanges():
+    fast = replace(MEGATRON, host_s=1e-6)
+    exposed = _mixture(fast, dp=8, ep=8)[2].both.ep
+    hidden = _mixture(replace(fast, hidden_ep=0.8), dp=8, ep=8)[2].both.ep
+    assert hidden == pytest.approx(0.2 * exposed)

@@ -19,7 +19,7 @@ from tests.plan.machines import changed, job, model
 
 MODELS = ("llama-1b", "llama-8b", "llama-70b", "gpt2", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b",
           "deepseek-v3")  # fmt: skip
-DEVICES = ("h100-sxm", "h200", "b200", "gb200", "mi300x", "a100-80")
+DEVICES = ("h100-sxm", "h200", "b200", "gb200", "gb300", "mi300x", "a100-80")
 LARGER_IS_WORSE = {"overlap", "jitter", "eager_s", "compiled_s", "intra_latency", "inter_latency"}
 """Figures of seconds and of losses; a smaller figure of all others is worse."""
 WORSE = (1.0, 1.03, 1.25, 2.0, 4.0, 10.0, 50.0)

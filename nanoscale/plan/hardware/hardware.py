@@ -44,6 +44,13 @@ class Software:
     copies: Literal["expert", "rank", "host"] = "expert"
     """The copies of a token that are sent: one for each of its experts, one for each rank that has any of them,
     or one for each such host and from there to its ranks (DeepEP, arXiv:2412.19437, section 3.2.2)."""
+    hidden_ep: float = 0.0
+    """The share of the exchanges of an MoE's tokens that another micro batch's computation hides."""
+    grouped: float = 0.5
+    """The rate of the products of several experts in one kernel over one product's. 0.5 is 300 TFLOP/s on an
+    H100 at 2,048 rows of an expert; PyTorch's has 242 with permutations (VeOmni, pull request 460)."""
+    host_s: float = 0.0
+    """Seconds of the host for a pass of an MoE's block; 0: as its kernels are counted. tp doubles them."""
     distributed_optimizer: bool = False
     """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
     unsharded, master weights and moments are sharded."""

@@ -28,6 +28,8 @@ _ADAPTER_KERNELS = {False: (4, 7), True: (20, 12)}
 result and the gradient of its layer. DoRA adds 14 for the norms, and kernels that scale the result."""
 _TP_START = 3
 """The factor on the time to start a kernel with tp, which communicates and reads shards of DTensors."""
+_TP_HOST = 4 / 3
+"""The same for `Software.host_s`: a third more operations, tp's collectives and copies."""
 _DEEPSPEED_HOOKS = {0: 1.0, 1: 1.0, 2: 1.25, 3: 3.6}
 """ZeRO stage → `MicroBatchShape.hooks` of DeepSpeed 0.19, which calls Python for every gradient from stage 2
 on, and in stage 3 before and after every module. Measured on a CPU, with blocks too small for computing to
@@ -197,7 +199,7 @@ def product(
     Args:
         gradients: of the layer's `inputs` or of its `weights`; empty for the forward product.
 
-    With ep, a rank is assumed to receive as many rows as it sends. All experts are one kernel in bf16,
+    With ep, a rank is assumed to receive as many rows as it sends. All experts are one kernel in bf16 and fp8,
     otherwise one kernel for each expert.
     """
     m, n, k = linear.rows(shape), linear.outputs, linear.inputs
@@ -216,9 +218,10 @@ def product(
             kind = shape.dtype
         else:
             factor = _ROWWISE
-    if linear.experts == 1 or kind == "bf16":
-        return factor * operations.product(hardware, kind, m, n, k, linear.experts)
-    return factor * linear.experts * operations.product(hardware, kind, m, n, k)
+    if linear.experts == 1 or kind not in ("bf16", "fp8"):
+        return factor * linear.experts * operations.product(hardware, kind, m, n, k)
+    rate = shape.software.grouped
+    return factor * operations.product(hardware, kind, m, n, k, linear.experts, rate=rate)
 
 
 @lru_cache(maxsize=16384)
@@ -323,7 +326,8 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
             # Tokens are sent again, and results are not needed.
             ep=one_way if full else 0.0,
         )
-        recomputed = _with_launches(hardware, shape, 0, recomputed)
+        if full or not shape.software.host_s:
+            recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
         flops += 2.0 * p.tokens(shape) * p.inputs * p.outputs
     hidden = ("tp",) if in_products or shape.software.hidden_tp != "none" else ()
@@ -588,12 +592,16 @@ def _cp(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
 
 
 def _with_launches(hardware: Hardware, shape: MicroBatchShape, direction: int, work: Work) -> Work:
-    """Return the work with the time in which the device waits for the CPU to start kernels."""
-    efficiency = hardware.efficiency
+    """Return the work with the time in which the device waits for the CPU to start kernels, and without the
+    exchanges that another micro batch's computation hides."""
+    efficiency, software = hardware.efficiency, shape.software
+    work = replace(work, ep=work.ep - min(software.hidden_ep * work.ep, work.total - work.ep))
     each = efficiency.compiled_s if shape.compiled else efficiency.eager_s
     if shape.tp > 1:
-        each = DTENSOR_S if shape.software.dtensor else _TP_START * each
+        each = DTENSOR_S if software.dtensor else _TP_START * each
     cpu = _kernels(shape)[direction] * each * shape.hooks
+    if shape.model.experts and software.host_s:
+        cpu = software.host_s * (_TP_HOST if shape.tp > 1 else 1)
     hidden = work.total if hardware.multiprocessors > 1 else 0.0  # a CPU is the host, too
     return replace(work, launch=max(0.0, cpu - hidden))
 
@@ -606,7 +614,7 @@ def _kernels(shape: MicroBatchShape) -> tuple[int, int]:
     backward += _ADAPTER_KERNELS[shape.dora][1] * len(shape.adapted)
     if shape.model.experts:
         routing = moe.KERNELS[shape.ep > 1]
-        others = 0 if shape.kind == "bf16" else shape.model.experts // shape.ep - 1
+        others = 0 if shape.kind in ("bf16", "fp8") else shape.model.experts // shape.ep - 1
         forward, backward = forward + routing[0] + 5 * others, backward + routing[1] + 9 * others
     return forward, backward
 

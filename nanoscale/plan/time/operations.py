@@ -40,13 +40,6 @@ _BACKWARD_RATE = 0.8
 """The rate of fused attention, backward over forward (arXiv:2307.08691)."""
 
 
-_GROUPED = 0.75
-"""The rate of the products of several experts in one kernel over the rate of one product of their size. With it
-the plan gives the 12,040 tokens/s of NeMo AutoModel 26.02 for Qwen3-30B-A3B on 8 H100: 480 TFLOP/s at 2,048
-rows of an expert. Published for single kernels are 160 TFLOP/s at 512 rows (grouped_gemm, pull request 37), and
-242 at 2,048 rows together with the permutations (VeOmni, pull request 460)."""
-
-
 @lru_cache(maxsize=65536)
 def product(
     hardware: Hardware,
@@ -56,6 +49,7 @@ def product(
     k: int,
     groups: int = 1,
     aligned: bool | None = None,
+    rate: float = 1.0,
 ) -> float:
     """Return the seconds for [m, k] · [k, n] in dtype `kind`, or for `groups` such products in one kernel.
 
@@ -64,11 +58,11 @@ def product(
 
     Args:
         aligned: True if the rows in memory are aligned; None if the rows are of n and k numbers.
+        rate: the arithmetic's rate over a single product's.
     """
     efficiency = hardware.efficiency
     share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
-    share *= _GROUPED if groups > 1 else 1.0
-    arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
+    arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share * rate)
     if hardware.multiprocessors > 1:  # not a CPU
         arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
         if aligned is None:
