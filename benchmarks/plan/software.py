@@ -24,6 +24,8 @@ GROUPED = 0.7
 """`Software.grouped` of Transformer Engine's kernels."""
 HOST_S = 4.4e-3
 """`Software.host_s` of Megatron-LM without CUDA graphs: 8.8 ms for both passes of Qwen3-30B-A3B on 8 B200."""
+TP_HOST = 4 / 3
+"""The factor on it with tp: a third more operations, counted. No row of the building half decides it."""
 TORCH = Software("torch", composed_norm=True, dtensor=True, narrow_gathers=True)
 """PyTorch-native software with FSDP2 and DTensor, such as torchtitan."""
 TORCH_WHOLELOSS = replace(TORCH, name="torch-wholeloss")
@@ -77,6 +79,8 @@ def record(name: str) -> Software:
 def predict(config: ResolvedConfig, software: Software) -> Prediction:
     """Return `plan.predict.predict` of a job of at most `MOST_SIMULATED` micro batches for other software."""
     hardware, timeline, held, makespan = hardware_of(config), None, None, None
+    if config.parallel.tp > 1:
+        software = replace(software, host_s=TP_HOST * software.host_s)
     if software.name.endswith("-fsdp"):
         own = replace(hardware.efficiency, overlap=FSDP_OVERLAP)
         hardware = replace(hardware, efficiency=own)

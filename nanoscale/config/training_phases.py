@@ -86,7 +86,6 @@ class DecayRule:
     """The multiple of the peak rate after the warm-up, if it depends on more than that share."""
     has_own_steps: bool = False
     """True if the decay takes the last `scheduler.decay_steps` steps, after a stable phase, not all steps."""
-    deepspeed_name: str | None = None
 
 
 def _inverse_sqrt(scheduler: Scheduler, step: int, _: Train) -> float:
@@ -97,11 +96,9 @@ def _inverse_sqrt(scheduler: Scheduler, step: int, _: Train) -> float:
 PIECEWISE = "piecewise"
 SCHEDULERS = {
     # Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts
-    "cosine": DecayRule(
-        lambda progress: (1 - math.cos(math.pi * progress)) / 2, deepspeed_name="WarmupCosineLR"
-    ),
-    "linear": DecayRule(lambda progress: progress, deepspeed_name="WarmupDecayLR"),
-    "constant": DecayRule(lambda _: 0.0, deepspeed_name="WarmupLR"),
+    "cosine": DecayRule(lambda progress: (1 - math.cos(math.pi * progress)) / 2),
+    "linear": DecayRule(lambda progress: progress),
+    "constant": DecayRule(lambda _: 0.0),
     # Hu et al. 2024, arXiv:2404.06395, section 4
     "wsd": DecayRule(lambda progress: progress, has_own_steps=True),
     "inverse-sqrt": DecayRule(factor=_inverse_sqrt),

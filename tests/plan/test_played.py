@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.schema import Launcher, Precision
-from nanoscale.plan.hardware.hardware import Efficiency
+from nanoscale.plan.hardware.hardware import NANOSCALE, Efficiency
 from nanoscale.plan.rehearsed.costs import PlayedCosts
 from nanoscale.plan.rehearsed.step_time import trace
 from nanoscale.plan.rehearsed.streams import HOST, RankTime, simulate
@@ -169,7 +169,7 @@ def test_a_trace_has_every_operation_and_collective_at_its_time():
         (("product", "mm", "bf16", 8192, 4096, 512, 1, True),
          lambda on: operations.product(on, "bf16", 8192, 4096, 512)),
         (("product", "_grouped_mm", "bf16", 99, 64, 32, 8, True),
-         lambda on: operations.product(on, "bf16", 99, 64, 32, 8)),
+         lambda on: operations.product(on, "bf16", 99, 64, 32, 8, grouped=NANOSCALE.grouped)),
         (("product", "mm", "fp32", 512, 512, 512, 1, True),
          lambda on: operations.product(on, "tf32", 512, 512, 512)),
         (("product", "mm", "bf16", 4096, 4096, 1366, 1, True),  # 1366 rows, each of them aligned

@@ -50,7 +50,7 @@ class Software:
     """The rate of the products of several experts in one kernel over one product's. 0.5 is 300 TFLOP/s on an
     H100 at 2,048 rows of an expert; PyTorch's has 242 with permutations (VeOmni, pull request 460)."""
     host_s: float = 0.0
-    """Seconds of the host for a pass of an MoE's block; 0: as its kernels are counted. tp doubles them."""
+    """Seconds of the host for a pass of an MoE's block; 0: as its kernels are counted."""
     distributed_optimizer: bool = False
     """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
     unsharded, master weights and moments are sharded."""

@@ -28,8 +28,6 @@ _ADAPTER_KERNELS = {False: (4, 7), True: (20, 12)}
 result and the gradient of its layer. DoRA adds 14 for the norms, and kernels that scale the result."""
 _TP_START = 3
 """The factor on the time to start a kernel with tp, which communicates and reads shards of DTensors."""
-_TP_HOST = 4 / 3
-"""The same for `Software.host_s`: a third more operations, tp's collectives and copies."""
 _DEEPSPEED_HOOKS = {0: 1.0, 1: 1.0, 2: 1.25, 3: 3.6}
 """ZeRO stage → `MicroBatchShape.hooks` of DeepSpeed 0.19, which calls Python for every gradient from stage 2
 on, and in stage 3 before and after every module. Measured on a CPU, with blocks too small for computing to
@@ -221,7 +219,7 @@ def product(
     if linear.experts == 1 or kind not in ("bf16", "fp8"):
         return factor * linear.experts * operations.product(hardware, kind, m, n, k)
     rate = shape.software.grouped
-    return factor * operations.product(hardware, kind, m, n, k, linear.experts, rate=rate)
+    return factor * operations.product(hardware, kind, m, n, k, linear.experts, grouped=rate)
 
 
 @lru_cache(maxsize=16384)
@@ -601,7 +599,7 @@ def _with_launches(hardware: Hardware, shape: MicroBatchShape, direction: int, w
         each = DTENSOR_S if software.dtensor else _TP_START * each
     cpu = _kernels(shape)[direction] * each * shape.hooks
     if shape.model.experts and software.host_s:
-        cpu = software.host_s * (_TP_HOST if shape.tp > 1 else 1)
+        cpu = software.host_s
     hidden = work.total if hardware.multiprocessors > 1 else 0.0  # a CPU is the host, too
     return replace(work, launch=max(0.0, cpu - hidden))
 

@@ -7,7 +7,7 @@ some microseconds to fill and drain the device.
 from functools import lru_cache
 from math import ceil
 
-from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.hardware.hardware import NANOSCALE, Hardware
 
 WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes of a number."""
@@ -49,7 +49,7 @@ def product(
     k: int,
     groups: int = 1,
     aligned: bool | None = None,
-    rate: float = 1.0,
+    grouped: float = NANOSCALE.grouped,
 ) -> float:
     """Return the seconds for [m, k] · [k, n] in dtype `kind`, or for `groups` such products in one kernel.
 
@@ -58,11 +58,12 @@ def product(
 
     Args:
         aligned: True if the rows in memory are aligned; None if the rows are of n and k numbers.
-        rate: the arithmetic's rate over a single product's.
+        grouped: the rate of several products in one kernel over one product's.
     """
     efficiency = hardware.efficiency
     share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
-    arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share * rate)
+    share *= grouped if groups > 1 else 1.0
+    arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
     if hardware.multiprocessors > 1:  # not a CPU
         arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
         if aligned is None:

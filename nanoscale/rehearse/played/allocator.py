@@ -101,14 +101,6 @@ class Allocator:
         insort(self._free[block.pool], (block.size, block.address))
         return address
 
-    def release_free(self) -> None:
-        """Return the segments that hold no tensor to the device, as torch.cuda.empty_cache does."""
-        for block in [it for it in self.segments if it.free and it.size == it.segment]:
-            self._remove(block)
-            self.segments.remove(block)
-            del self._at[block.address]
-            self.reserved -= block.segment
-
     def _reserve(self, pool: tuple[int, bool], size: int) -> _Block:
         segment = _SMALL_SEGMENT if size <= _SMALL else _MIDDLE_SEGMENT
         if size >= _MIDDLE:
