@@ -8,7 +8,6 @@ Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`, m `[out]`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,7 @@ def attach(model: Transformer, settings: Lora, dtype: torch.dtype | None = None)
         parameter.requires_grad_(False)
     for layer in adapted_layers(model, settings):
         layer.adapter = Adapter(layer, settings, dtype)
-        layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
+        layer.forward = _adapted(layer.adapter, layer.forward)  # type: ignore[method-assign]
     for block in model.layers.values() if settings.dora else ():
         # After FSDP2 has gathered the weights, and outside of the regions that activation checkpointing repeats
         # and torch.compile traces.
@@ -100,10 +99,9 @@ def linear_layers(block: nn.Module, targets: Sequence[str] | None) -> dict[str, 
     }
 
 
-def _forward(layer: nn.Linear, frozen: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    assert isinstance(layer.adapter, Adapter)
-    result: Tensor = layer.adapter(x, frozen)
-    return result
+def _adapted(adapter: Adapter, frozen: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    # The compiler would compile every block anew for a `partial`, whose identity it checks.
+    return lambda x: adapter(x, frozen)
 
 
 @torch.no_grad()

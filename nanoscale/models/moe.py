@@ -83,7 +83,7 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Route `[batch, seq, hidden]`: the weights and the numbers of the experts, `[tokens, top_k]` both."""
-        return self.choose(hidden, self.weight, self.bias)
+        return Router.choose(self, hidden, self.weight, self.bias)
 
     def choose(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose by scores in fp32 or better, whatever the compute dtype (Fedus et al. 2021, arXiv:2101.03961,
@@ -102,11 +102,11 @@ class Router(nn.Module):
         biases = (BIAS_UNIT * self.choice_bias.double()).to(scores.dtype)
         biased_scores = scores.detach() + biases
         if self.groups > 1:
-            biased_scores = self._in_best_groups(biased_scores)
+            biased_scores = Router._in_best_groups(self, biased_scores)
         chosen = choose_experts(biased_scores, self.top_k, load)
         if self.penalty and torch.is_grad_enabled():
             scores = _AddLoss.apply(
-                scores, self.penalty * self.imbalance(scores, chosen, len(hidden))
+                scores, self.penalty * Router.imbalance(self, scores, chosen, len(hidden))
             )
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalizes else weights

@@ -22,6 +22,7 @@ from nanoscale.checkpoint.hf.export import export
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Lora
+from nanoscale.models import lora
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory
 from tests.checkpoint.test_export import from_pretrained, quiet
@@ -100,6 +101,20 @@ def test_blocks_in_4_bits_are_one_graph() -> None:
         block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_blocks_with_adapters_compile_once() -> None:
+    """The first block twice: its input needs no gradient."""
+    model = Transformer(replace(SHAPE, layers=4))
+    lora.attach(model, Lora(rank=2))
+    for parameter in model.parameters():
+        parameter.data.fill_(0.1)
+    torch._dynamo.reset()
+    counters.clear()
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    model(torch.randint(SHAPE.vocab, (2, 8))).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.slow
