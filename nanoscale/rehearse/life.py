@@ -172,13 +172,10 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
         step, previous = training.progress.step + 1, training.last
         world.record.operations = 0
         timed = world.timed() if step == training.config.train.steps else nullcontext()
-        compiled.recompilations()
+        compiled.recompilations(step)
         with world.during(f"step {step}"), _played_batches(samples, world, training.engine), timed:
             result = plain()
-        again = compiled.recompilations() if step > 1 else []
-        world.record.compiler += [
-            f"the compiler compiles blocks again in step {step}: {it}" for it in again
-        ]
+        world.record.compiler += compiled.recompilations(step)
         world.forget_expired()
         # The loop holds the previous result until this one is returned.
         values = (

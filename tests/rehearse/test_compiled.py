@@ -19,6 +19,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models import transformer as module
 from nanoscale.models.transformer import Block
 from nanoscale.rehearse import life
+from nanoscale.rehearse.played import compiled as compiler
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.played.work import _product
@@ -190,6 +191,17 @@ def test_what_the_compiler_cannot_do_is_named(forward: Any, said: str | None, sh
     else:
         assert said in record.compiler[0]
         assert f"{Path(__file__).name}:" in record.compiler[0] or "breaks" not in said
+
+
+def test_a_function_that_the_compiler_gives_up_is_named_also_in_the_first_step() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(lambda it, text: it + len(text), backend="eager")
+    compiler.recompilations(1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for text in ("a", "bb", "ccc", "dddd"):
+            run(torch.ones(2), text)
+    (said,) = compiler.recompilations(1)
+    assert "gives up" in said and "text ==" in said
 
 
 def updated(_rank: int) -> tuple[RankRecord, int]:

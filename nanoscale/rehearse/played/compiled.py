@@ -95,11 +95,17 @@ def _place(broken: Any) -> str:
     return f"at {frame.filename.removeprefix(PACKAGE).lstrip('/')}:{frame.lineno}: {why.strip()}"
 
 
-def recompilations() -> list[str]:
-    """Return the guards that failed since the last call, for which functions were compiled again."""
-    metrics = get_compilation_metrics()
+def recompilations(step: int) -> list[str]:
+    """Return a sentence for each block that was compiled again since the last call, or was not as it had been
+    too often: such blocks run eagerly. In the first step, kinds of blocks are compiled one after the other."""
+    metrics = [it for it in get_compilation_metrics() if it.recompile_reason]
     clear_compilation_metrics()
-    return [it.recompile_reason for it in metrics if it.recompile_reason]
+    said = {True: "gives up, so blocks run eagerly,", False: "compiles blocks again"}
+    return [
+        f"the compiler {said[bool(it.fail_reason)]} in step {step}: {it.recompile_reason}"
+        for it in metrics
+        if step > 1 or it.fail_reason
+    ]
 
 
 class _Kernel:
