@@ -62,7 +62,7 @@ def attach(model: Transformer, settings: Lora, dtype: torch.dtype | None = None)
         parameter.requires_grad_(False)
     for layer in adapted_layers(model, settings):
         layer.adapter = Adapter(layer, settings, dtype)
-        layer.forward = _adapted(layer.adapter, layer.forward)  # type: ignore[method-assign]
+        layer.forward = _adapted(layer.adapter, layer.forward)  # type: ignore[assignment, method-assign]
     for block in model.layers.values() if settings.dora else ():
         # After FSDP2 has gathered the weights, and outside of the regions that activation checkpointing repeats
         # and torch.compile traces.
