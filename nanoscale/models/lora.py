@@ -100,7 +100,7 @@ def linear_layers(block: nn.Module, targets: Sequence[str] | None) -> dict[str, 
 
 
 def _adapted(adapter: Adapter, frozen: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    # The compiler would compile every block anew for a `partial`, whose identity it checks.
+    # The compiler would compile every block again for a `partial`, whose identity it checks.
     return lambda x: adapter(x, frozen)
 
 
