@@ -40,6 +40,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.plan.megatron_memory import Recipe
 from benchmarks.plan.software import predict, record
 from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
@@ -68,6 +69,10 @@ BUILDING = ("dgxc-", "tt-", "kf-01", "kf-02", "kf-03", "kf-04", "kf-05", "kf-06"
 """Beginnings of the names of the rows in the building half; all others are for checking."""
 OTHER_BYTES = ("kf-",)
 """Rows whose memory has no equivalent: weights and moments in bf16, gradients whole between micro batches."""
+MEMORY, STAGES = "memory.", "stages"
+"""The beginning of the overrides that belong to `Recipe`, and the override with the layers of each stage."""
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
+"""GPUs whose products in 8 bits read a weight in both orders, so that one copy of it is kept."""
 Row = dict[str, str]
 HEAD = "| group | rows | mean error | bias | largest |\n|---|---|---|---|---|"
 PAGE = """# Errors of the planner
@@ -160,7 +165,7 @@ def main() -> None:
 def compare(file: Path = RUNS) -> tuple[Comparison, ...]:
     """Plan every row of a file."""
     return tuple(
-        Comparison(row, predict(resolved(config_of(row)), record(row["software"])))
+        Comparison(row, predict(resolved(config_of(row)), record(row["software"]), recipe_of(row)))
         for row in read(file)
     )
 
@@ -271,8 +276,6 @@ def config_of(row: Row) -> Config:
     dp, pp, virtual = int(row["dp"]), int(row["pp"]), int(row["vp"])
     model = model_of(row["model"])
     mode = {"selective-op": "selective", "every2": "full"}.get(row["recompute"], row["recompute"])
-    least, more = divmod(model.layers, pp * virtual)
-    even = [least + (stage < more) for stage in range(pp * virtual)] if pp > 1 else None
     micro_batch, seq_len = int(row["mbs"]), int(row["seq"])
     layout: dict[str, Any] = {
         "dp": dp,
@@ -282,17 +285,19 @@ def config_of(row: Row) -> Config:
         "ep": int(row["ep"]),
         "schedule": "interleaved-1f1b" if virtual > 1 else "1f1b",
         "virtual_stages": virtual,
-        "layers_per_stage": even,
+        "layers_per_stage": stages_of(row, model.layers) if pp > 1 else None,
         "activation_checkpointing": mode,
         "checkpoint_every": 2 if row["recompute"] == "every2" else 1,
         "selective_keep": "every-2nd-matmul" if mode == "selective" else "matmuls",
     }
     stage: Any = int(row["zero"])
     overrides = dict(item.split("=") for item in row["overrides"].split())
+    overrides = {key: it for key, it in overrides.items() if not key.startswith((MEMORY, STAGES))}
     layout["ep_over_tp"] = overrides.pop("parallel.ep_over_tp", "") == "true"
     precision = Precision(compute="bf16", fp8="fp8" in row["precision"])
-    if reduced := overrides.pop("precision.reduce", None):
-        precision = replace(precision, reduce=reduced)  # type: ignore[arg-type]
+    for key in ("reduce", "params"):
+        if dtype := overrides.pop(f"precision.{key}", None):
+            precision = replace(precision, **{key: dtype})  # type: ignore[arg-type]
     attention: Any = overrides.pop("backend.attention", "auto")
     if recipe := overrides.pop("precision.fp8_recipe", None):
         precision = replace(precision, fp8_recipe=recipe)  # type: ignore[arg-type]
@@ -310,6 +315,42 @@ def config_of(row: Row) -> Config:
             seq_len=seq_len,
             steps=1,
         ),
+    )
+
+
+def stages_of(row: Row, layers: int) -> list[int]:
+    """Return the layers of each stage of a pipeline: those that the row states (4*15+1), or equal stages.
+
+    If the layers are not divisible, Megatron-LM counts embedding and head as a layer each
+    (`account_for_embedding_in_pipeline_split`).
+    """
+    stages = int(row["pp"]) * int(row["vp"])
+    for item in row["overrides"].split():
+        if item.startswith(f"{STAGES}="):
+            stated = [
+                (part + "*1").split("*")[:2] for part in item.partition("=")[2].split("+")
+            ]
+            return [int(count) for count, times in stated for _ in range(int(times))]
+    least, more = divmod(layers, stages)
+    if more and (layers + 2) % stages == 0 and row["software"].startswith("megatron"):
+        least = (layers + 2) // stages
+        return [least - 1, *[least] * (stages - 2), least - 1]
+    return [least + (stage < more) for stage in range(stages)]
+
+
+def recipe_of(row: Row) -> Recipe:
+    """Return what the row's public recipe says of memory."""
+    items = (item.split("=") for item in row["overrides"].split() if item.startswith(MEMORY))
+    said = {key.removeprefix(MEMORY): value for key, value in items}
+    narrow = row["precision"] == "fp8" and row["gpu"] in BLACKWELL
+    return Recipe(
+        recompute=frozenset(filter(None, said.get("recompute", "").split("+"))),
+        recomputed_layers=int(said.get("recomputed_layers", 0)),
+        host_layers=int(said.get("host_layers", 0)),
+        moments=float(said.get("moments", 8)),
+        weights=float(said["weights"]) if "weights" in said else 1 if narrow else None,
+        fp8_attention="fp8_attention" in said,
+        loss_in_place="Megatron-Bridge@" in row["source"],
     )
 
 

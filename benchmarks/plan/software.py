@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from benchmarks.plan.megatron_memory import Recipe, megatron_phases
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import NANOSCALE, Software, hardware_of
-from nanoscale.plan.memory.in_flight_activations import activations_at_peaks
 from nanoscale.plan.memory.native import native_phases
-from nanoscale.plan.memory.peak import RankMemory, phases_of_step, setting_memory
+from nanoscale.plan.memory.peak import RankMemory, setting_memory
 from nanoscale.plan.memory.phases import RankPhases
 from nanoscale.plan.memory.setting import MemorySetting, setting_of
 from nanoscale.plan.memory.shards import RankParameters
@@ -76,7 +76,9 @@ def record(name: str) -> Software:
     return replace(record(name.removesuffix(f"-{word}")), name=name, **WORDS[word])
 
 
-def predict(config: ResolvedConfig, software: Software) -> Prediction:
+def predict(
+    config: ResolvedConfig, software: Software, recipe: Recipe | None = None
+) -> Prediction:
     """Return `plan.predict.predict` of a job of at most `MOST_SIMULATED` micro batches for other software."""
     hardware, timeline, held, makespan = hardware_of(config), None, None, None
     if config.parallel.tp > 1:
@@ -87,19 +89,24 @@ def predict(config: ResolvedConfig, software: Software) -> Prediction:
     if is_simulated(config):
         timeline = simulated(config, stage_costs(config, hardware, software))
         held, makespan = timeline.held, timeline.makespan
-    memory = memory_of(software_setting(config, software), held)
+    memory = memory_of(software_setting(config, software, recipe), held, recipe)
     time = step_time(config, hardware, makespan, software)
     return Prediction(config, hardware, tuple(memory), time, timeline)
 
 
 def memory_of(
-    setting: MemorySetting, in_flight: Sequence[Sequence[int]] | None
+    setting: MemorySetting,
+    in_flight: Sequence[Sequence[int]] | None,
+    recipe: Recipe | None = None,
 ) -> list[RankMemory]:
     """Return every pipeline rank's memory for a setting of other software."""
-    return setting_memory(setting, in_flight, megatron_phases if setting.flat else torch_phases)
+    megatron = partial(megatron_phases, recipe or Recipe())
+    return setting_memory(setting, in_flight, megatron if setting.flat else torch_phases)
 
 
-def software_setting(config: ResolvedConfig, software: Software) -> MemorySetting:
+def software_setting(
+    config: ResolvedConfig, software: Software, recipe: Recipe | None = None
+) -> MemorySetting:
     """Return the memory setting of a job for other software.
 
     If the software computes all logits at once, the forward pass keeps the log-softmax in fp32 or better. The
@@ -107,8 +114,9 @@ def software_setting(config: ResolvedConfig, software: Software) -> MemorySettin
     vocabulary (torch.distributed.tensor.parallel.loss).
     """
     setting = setting_of(config)
+    recipe = recipe or Recipe()
     if software.distributed_optimizer:
-        return _megatron_setting(setting)
+        return _megatron_setting(setting, recipe)
     run = setting.run
     composed = run.composed_norm or (software.composed_norm and config.backend.compile != "on")
     setting = replace(setting, run=replace(run, composed_norm=composed))
@@ -118,7 +126,7 @@ def software_setting(config: ResolvedConfig, software: Software) -> MemorySettin
     return replace(setting, whole_logits=(setting.loss, backward))
 
 
-def _megatron_setting(setting: MemorySetting) -> MemorySetting:
+def _megatron_setting(setting: MemorySetting, recipe: Recipe) -> MemorySetting:
     """Return Megatron-LM's setting, with Transformer Engine's fused blocks and a fused cross-entropy.
 
     Weights in the compute dtype and gradients in fp32 are unsharded flat buffers. Master weights and moments
@@ -132,9 +140,14 @@ def _megatron_setting(setting: MemorySetting) -> MemorySetting:
         flat=True,
         single=False,
         states=BytesPerParameter(
-            weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8, frozen=compute
+            weights=4,
+            copy=compute,
+            gradients=4,
+            optimizer=recipe.moments,
+            in_blocks=recipe.moments,
+            frozen=compute,
         ),
-        whole_logits=(compute, setting.loss),
+        whole_logits=(compute, 0 if recipe.loss_in_place else setting.loss),
     )
 
 
@@ -152,25 +165,3 @@ def torch_phases(
     loss, *others = rank.phases
     unusable = setting.shape.tokens * setting.vocabulary * setting.compute
     return replace(rank, phases=(replace(loss, pooled=loss.pooled - unusable), *others))
-
-
-def megatron_phases(
-    setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
-) -> RankPhases:
-    """Return the phases of Megatron-LM with its distributed optimizer.
-
-    Every matrix of a block has a gradient tensor that is not used (Transformer Engine, if products accumulate
-    gradients).
-    """
-    (acts,) = activations_at_peaks(setting, params.stages, in_flight)
-    ep, shards = setting.config.parallel.ep, setting.shards
-    units = (unit for stage in params.stages for unit in stage.units)
-    experts = sum(unit.count * unit.experts.numel for unit in units if unit.experts)
-    share = -(-(params.numel - experts) // shards) - -experts // max(1, shards // ep)
-    states, gradients = setting.states, setting.reduce * params.numel
-    weights, optimizer = int(states.weights * share), int(states.optimizer * share)
-    static, placeholders = (weights, setting.compute * params.numel, optimizer), params.block
-    phases = phases_of_step(
-        acts, static, (gradients,) * 3, setting.compute * placeholders, 0, step=0
-    )
-    return RankPhases(phases, pools=0, host=(), explain=partial("{} of {}".format))
