@@ -38,6 +38,8 @@ class Recipe:
     """Bytes of a block's weight in products, copies in 8 bits included; None: those of the compute dtype."""
     fp8_attention: bool = False
     """True if attention is computed in 8 bits (`fp8_dot_product_attention`)."""
+    plain_experts: bool = False
+    """True if FSDP2 does not wrap experts that only one rank of data parallelism has (NeMo AutoModel)."""
     loss_in_place: bool = False
     """True if the gradient of the logits takes their place (Transformer Engine's cross-entropy)."""
 
@@ -66,13 +68,18 @@ def _distributed_optimizer(
     gradients).
     """
     ep, shards, states = setting.config.parallel.ep, setting.shards, setting.states
-    units = (unit for stage in params.stages for unit in stage.units)
-    experts = sum(unit.count * unit.experts.numel for unit in units if unit.experts)
+    experts = experts_of(params)
     share = -(-(params.numel - experts) // shards) - -experts // max(1, shards // ep)
     of_block = setting.compute if recipe.weights is None else recipe.weights
     copies = of_block * params.in_blocks + setting.compute * (params.numel - params.in_blocks)
     static = int(states.weights * share), int(copies), int(states.optimizer * share)
     return static, setting.reduce * params.numel, setting.compute * params.block
+
+
+def experts_of(params: RankParameters) -> int:
+    """Return the elements of a rank's experts, before ZeRO."""
+    units = (unit for stage in params.stages for unit in stage.units)
+    return sum(unit.count * unit.experts.numel for unit in units if unit.experts)
 
 
 def _fsdp(setting: MemorySetting, params: RankParameters, recipe: Recipe) -> Static:

@@ -17,7 +17,8 @@ what its 389 TFLOP/s suggest, and one sequence a micro batch in torchao's float8
 Runs of 2026 have a file of their own (`runs_of_2026.csv`): every layout of pre-training that a configuration
 of ours describes, in its newest release. Other rows are counted by reason (`rows_not_compared.csv`). A hash of
 model, GPU and engine chooses a run's half. Layouts and CUDA graphs that a source does not state come from its
-public recipe, and `mxfp8` is planned as fp8. Four things are assumed: DeepSeek-V3 in Megatron-Bridge has one
+public recipe, and `mxfp8` is planned as fp8. So do the modules that are computed again, blocks in host memory
+and the types of moments (`memory.…` in the overrides, `Recipe`), and the layers of a pipeline's stages. Four things are assumed: DeepSeek-V3 in Megatron-Bridge has one
 more layer, which predicts a further token; the first of the 4 layers of SimuMax's models is dense; xtuner's
 runs of Megatron-LM are in bf16, on an H100 with links of 200 GB/s (H800); GPT-OSS 20B in NeMo AutoModel has
 ep 8.
@@ -57,7 +58,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
-from nanoscale.plan.predict import Prediction
+from nanoscale.plan.predict import SURE, Prediction
 
 RUNS = Path(__file__).with_name("published_runs.csv")
 """Published figures, one row a run; `overrides` says how its machine and recipe differ from the cluster's."""
@@ -83,6 +84,10 @@ software (a record of `benchmarks/plan/software.py`), GPU, precision and layout.
 half were used to change the planner. The bias is the mean of the errors with their signs: below zero, the
 plan is too fast, or its memory is too small.
 
+Memory of Megatron-LM is what Transformer Engine saves (`benchmarks/plan/megatron_memory.py`): inputs of products
+in 8 bits, and the modules of a public recipe that are computed again. A recipe's other settings of memory are
+`memory.…` in `runs_of_2026.csv`.
+
 For runs of 2026, the newest release of every layout of pre-training counts, and a hash of model, GPU and engine
 chooses the half. `mxfp8` is planned as fp8 with one scale a tensor. The name of a mixture's record tells how
 its engine runs: `alltoall` (one copy of a token for each of its experts; otherwise one for each host, as with
@@ -92,6 +97,13 @@ graphs of attention, router and preparation), `graphs` (CUDA graphs of whole ste
 Largest errors left: NCCL's all-to-all between hosts over EFA is planned too fast (runs of AWS), because small
 messages have no rate of their own; gpt-oss in Megatron-Bridge is planned too fast, and Qwen3-235B in bf16 on
 GB200 and GB300 too slow, for reasons that are not known.
+"""
+REFUSALS = """## Runs of 2026 that are planned as not fitting
+
+All of them ran. `fits` is false below a probability of 50 %.
+
+| half | rows | `fits` is false | probability below 10 % |
+|---|---|---|---|
 """
 REASONS = """## Runs of 2026 that are not compared
 
@@ -143,6 +155,8 @@ def main() -> None:
     parser.add_argument("--of-2026", action="store_true", help="the rows of 2026")
     parser.add_argument("--page", type=Path, help="write the page of the documentation")
     options = parser.parse_args()
+    if options.of_2026:
+        print(refusals(compare(RUNS_OF_2026)))
     if options.page is not None:
         options.page.write_text(page(compare(), compare(RUNS_OF_2026)), encoding="utf-8")
     compared = compare(RUNS_OF_2026 if options.of_2026 else RUNS)
@@ -195,6 +209,7 @@ def page(every: Sequence[Comparison], of_2026: Sequence[Comparison]) -> str:
         f"## {what}, {half} half\n\n{HEAD}\n{rows}\n"
         for some, what, error in (
             (of_2026, "Runs of 2026: time of a step", _time_error),
+            (of_2026, "Runs of 2026: memory", _memory_error),
             (every, "Time of a step", _time_error),
             (every, "Memory", _memory_error),
         )
@@ -202,7 +217,27 @@ def page(every: Sequence[Comparison], of_2026: Sequence[Comparison]) -> str:
         if (rows := _markdown([one for one in some if one.half == half], error))
     ]
     reasons = "\n".join(f"| {row['reason']} | {row['rows']} |" for row in read(NOT_COMPARED))
-    return "\n".join([PAGE, *tables, REASONS + reasons + "\n"])
+    return "\n".join([PAGE, refusals(of_2026), *tables, REASONS + reasons + "\n"])
+
+
+def refusals(of_2026: Sequence[Comparison]) -> str:
+    """Return the table of runs that are planned as not fitting, although they ran."""
+    lines = [REFUSALS]
+    for half in ("checking", "building"):
+        some = [one.plan for one in of_2026 if one.half == half]
+        no = sum(not plan.fits for plan in some)
+        sure = sum(plan.fits_probability < 1 - SURE for plan in some)
+        lines.append(
+            f"| {half} | {len(some)} | {no} ({no / len(some):.0%}) | {sure} ({sure / len(some):.0%}) |\n"
+        )
+    for one in of_2026:
+        if not one.plan.fits:
+            planned = f"{one.plan.worst.total / GIB:.0f} of {one.plan.capacity / GIB:.0f} GiB"
+            lines.append(
+                f"\n- {one.half} half, {one.row['id'].removeprefix('26-')}: {planned} are planned, "
+                f"probability that it fits {one.plan.fits_probability:.0%}"
+            )
+    return "".join(lines) + "\n"
 
 
 def _time_error(one: Comparison) -> float | None:
@@ -327,9 +362,7 @@ def stages_of(row: Row, layers: int) -> list[int]:
     stages = int(row["pp"]) * int(row["vp"])
     for item in row["overrides"].split():
         if item.startswith(f"{STAGES}="):
-            stated = [
-                (part + "*1").split("*")[:2] for part in item.partition("=")[2].split("+")
-            ]
+            stated = [(part + "*1").split("*")[:2] for part in item.partition("=")[2].split("+")]
             return [int(count) for count, times in stated for _ in range(int(times))]
     least, more = divmod(layers, stages)
     if more and (layers + 2) % stages == 0 and row["software"].startswith("megatron"):
@@ -350,6 +383,7 @@ def recipe_of(row: Row) -> Recipe:
         moments=float(said.get("moments", 8)),
         weights=float(said["weights"]) if "weights" in said else 1 if narrow else None,
         fp8_attention="fp8_attention" in said,
+        plain_experts=row["software"].startswith("automodel"),
         loss_in_place="Megatron-Bridge@" in row["source"],
     )
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from benchmarks.plan.megatron_memory import Recipe, megatron_phases
+from benchmarks.plan.megatron_memory import Recipe, experts_of, megatron_phases
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import NANOSCALE, Software, hardware_of
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import RankMemory, setting_memory
-from nanoscale.plan.memory.phases import RankPhases
+from nanoscale.plan.memory.phases import Phase, RankPhases
 from nanoscale.plan.memory.setting import MemorySetting, setting_of
 from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.memory.states import BytesPerParameter
@@ -76,9 +76,7 @@ def record(name: str) -> Software:
     return replace(record(name.removesuffix(f"-{word}")), name=name, **WORDS[word])
 
 
-def predict(
-    config: ResolvedConfig, software: Software, recipe: Recipe | None = None
-) -> Prediction:
+def predict(config: ResolvedConfig, software: Software, recipe: Recipe | None = None) -> Prediction:
     """Return `plan.predict.predict` of a job of at most `MOST_SIMULATED` micro batches for other software."""
     hardware, timeline, held, makespan = hardware_of(config), None, None, None
     if config.parallel.tp > 1:
@@ -95,13 +93,11 @@ def predict(
 
 
 def memory_of(
-    setting: MemorySetting,
-    in_flight: Sequence[Sequence[int]] | None,
-    recipe: Recipe | None = None,
+    setting: MemorySetting, in_flight: Sequence[Sequence[int]] | None, recipe: Recipe | None = None
 ) -> list[RankMemory]:
     """Return every pipeline rank's memory for a setting of other software."""
-    megatron = partial(megatron_phases, recipe or Recipe())
-    return setting_memory(setting, in_flight, megatron if setting.flat else torch_phases)
+    phases = megatron_phases if setting.flat else torch_phases
+    return setting_memory(setting, in_flight, partial(phases, recipe or Recipe()))
 
 
 def software_setting(
@@ -152,7 +148,7 @@ def _megatron_setting(setting: MemorySetting, recipe: Recipe) -> MemorySetting:
 
 
 def torch_phases(
-    setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
+    recipe: Recipe, setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
 ) -> RankPhases:
     """Return the phases of FSDP2.
 
@@ -160,8 +156,24 @@ def torch_phases(
     of the loss are larger.
     """
     rank = native_phases(setting, params, in_flight)
+    if recipe.plain_experts and setting.config.parallel.ep == setting.shards:
+        rank = replace(
+            rank, phases=tuple(_plain_experts(setting, params, it) for it in rank.phases)
+        )
     if setting.whole_logits is None or not params.last:
         return rank
     loss, *others = rank.phases
     unusable = setting.shape.tokens * setting.vocabulary * setting.compute
     return replace(rank, phases=(replace(loss, pooled=loss.pooled - unusable), *others))
+
+
+def _plain_experts(setting: MemorySetting, params: RankParameters, phase: Phase) -> Phase:
+    """Return the phase if experts have no gathered copy, and gradients in the compute dtype."""
+    experts = experts_of(params)
+    less = {
+        "compute_copies": setting.compute * experts,
+        "gradients": (setting.accumulated - setting.compute) * experts,
+    }
+    levels = {name: max(0, size - less.get(name, 0)) for name, size in phase.levels.items()}
+    freed = sum(phase.levels.values()) - sum(levels.values())
+    return replace(phase, levels=levels, allocated=phase.allocated - freed)
