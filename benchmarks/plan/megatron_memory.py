@@ -35,7 +35,7 @@ class Recipe:
     moments: float = 8
     """Bytes of a parameter's moments: 4 with moments in bf16, or with Muon."""
     weights: float | None = None
-    """Bytes of a block's weight in products, copies in 8 bits included; None: those of the compute dtype."""
+    """Bytes of a block's weight in products, copies in 8 bits included; None: as the compute dtype."""
     fp8_attention: bool = False
     """True if attention is computed in 8 bits (`fp8_dot_product_attention`)."""
     plain_experts: bool = False
@@ -85,8 +85,8 @@ def experts_of(params: RankParameters) -> int:
 def _fsdp(setting: MemorySetting, params: RankParameters, recipe: Recipe) -> Static:
     """Return the static bytes if everything is sharded.
 
-    Two blocks are gathered, and two blocks' gradients wait for their reduction (`fsdp_double_buffer`). Embedding
-    and head belong to no unit: they are whole during the step.
+    Two blocks are gathered, and two blocks' gradients wait for their reduction (`fsdp_double_buffer`).
+    Embedding and head belong to no unit: they are whole during the step.
     """
     states, share = setting.states, params.shard
     whole = 2 * params.block + params.head + params.embedding

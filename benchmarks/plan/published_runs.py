@@ -17,11 +17,11 @@ what its 389 TFLOP/s suggest, and one sequence a micro batch in torchao's float8
 Runs of 2026 have a file of their own (`runs_of_2026.csv`): every layout of pre-training that a configuration
 of ours describes, in its newest release. Other rows are counted by reason (`rows_not_compared.csv`). A hash of
 model, GPU and engine chooses a run's half. Layouts and CUDA graphs that a source does not state come from its
-public recipe, and `mxfp8` is planned as fp8. So do the modules that are computed again, blocks in host memory
-and the types of moments (`memory.…` in the overrides, `Recipe`), and the layers of a pipeline's stages. Four things are assumed: DeepSeek-V3 in Megatron-Bridge has one
-more layer, which predicts a further token; the first of the 4 layers of SimuMax's models is dense; xtuner's
-runs of Megatron-LM are in bf16, on an H100 with links of 200 GB/s (H800); GPT-OSS 20B in NeMo AutoModel has
-ep 8.
+public recipe, and `mxfp8` is planned as fp8. Modules that are computed again, blocks in host memory, the types
+of moments (`memory.…` in the overrides, `Recipe`) and the layers of stages come from there too. Four things are
+assumed: DeepSeek-V3 in Megatron-Bridge has one more layer, which predicts a further token; the first of the 4
+layers of SimuMax's models is dense; xtuner's runs of Megatron-LM are in bf16, on an H100 with links of 200 GB/s
+(H800); GPT-OSS 20B in NeMo AutoModel has ep 8.
 
 KempnerForge's memory is shown nowhere: its weights and moments are in bf16, and its gradients are whole between
 micro batches.
@@ -84,9 +84,9 @@ software (a record of `benchmarks/plan/software.py`), GPU, precision and layout.
 half were used to change the planner. The bias is the mean of the errors with their signs: below zero, the
 plan is too fast, or its memory is too small.
 
-Memory of Megatron-LM is what Transformer Engine saves (`benchmarks/plan/megatron_memory.py`): inputs of products
-in 8 bits, and the modules of a public recipe that are computed again. A recipe's other settings of memory are
-`memory.…` in `runs_of_2026.csv`.
+Memory of Megatron-LM is what Transformer Engine saves (`benchmarks/plan/megatron_memory.py`): inputs of
+products in 8 bits, without what the modules of a public recipe compute again. A recipe's settings of memory
+are `memory.…` in `runs_of_2026.csv`.
 
 For runs of 2026, the newest release of every layout of pre-training counts, and a hash of model, GPU and engine
 chooses the half. `mxfp8` is planned as fp8 with one scale a tensor. The name of a mixture's record tells how
@@ -354,7 +354,7 @@ def config_of(row: Row) -> Config:
 
 
 def stages_of(row: Row, layers: int) -> list[int]:
-    """Return the layers of each stage of a pipeline: those that the row states (4*15+1), or equal stages.
+    """Return the layers of each stage of a pipeline: the row's own (4*15+1), or equal stages.
 
     If the layers are not divisible, Megatron-LM counts embedding and head as a layer each
     (`account_for_embedding_in_pipeline_split`).

@@ -1,4 +1,4 @@
-"""What Transformer Engine saves, what a recipe changes in it, and whether published runs of 2026 fit."""
+"""The tensors that Transformer Engine saves, the effect of a recipe on them, and published runs of 2026."""
 
 from __future__ import annotations
 
