@@ -280,8 +280,13 @@ def test_snapshots_of_every_rank(tmp_path: Path) -> None:
         "parallel.dp=1",
         "--snapshots",
         "memory",
+        "--overwrite",
     ]
+    Path("memory").mkdir()
+    Path("memory/rank-0.pickle").write_text("older", encoding="utf-8")
+    assert nanoscale(words[:-1]) == 2
     assert nanoscale(words) == 0
+    assert Path("memory/rank-0.pickle").read_bytes() != b"older"
     assert sorted(file.name for file in Path("memory").iterdir()) == [
         "rank-0.pickle",
         "rank-1.pickle",

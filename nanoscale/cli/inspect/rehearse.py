@@ -12,7 +12,7 @@ from nanoscale.cli.common import output
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
 from nanoscale.cli.common.rehearsal import rehearsed
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, refuse_option
 
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
@@ -63,7 +63,7 @@ def rehearse(
     line = on_described_hosts(line)
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
     if snapshots is not None:
-        _require_snapshots(request.config, snapshots)
+        _require_snapshots(request.config, snapshots, overwrite=overwrite)
     result = rehearsed(request.config, ranks, steps, snapshots, every_batch=micro_batches == "all")
     times = step_time.times_of(request.config, result, traced=trace is not None)
     result |= {"time": step_time.document(request.config, times)}
@@ -106,13 +106,13 @@ def _planned(request: Request, result: dict[str, Any]) -> tuple[bool, list[dict[
     return False, [{"overrides": one.suggestions[0], "expected": one.message} for one in proposed]
 
 
-def _require_snapshots(config: ResolvedConfig, folder: Path) -> None:
+def _require_snapshots(config: ResolvedConfig, folder: Path, *, overwrite: bool) -> None:
     """Refuse snapshots of a job on CPUs, and a folder that cannot take them."""
     if config.launcher.device == "cpu":
         what = f"--snapshots {folder}: shows the memory of GPUs, and this job runs on CPUs"
         raise UserError("usage", what)
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError("usage", f"--snapshots {folder}: the folder is not empty")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        refuse_option("--snapshots", str(folder), "the folder is not empty", "--overwrite")
     if folder.exists() and not folder.is_dir():
         raise UserError("usage", f"--snapshots {folder}: is a file")
     if not folder.parent.is_dir() or not os.access(folder.parent, os.W_OK):
