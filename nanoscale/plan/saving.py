@@ -132,6 +132,13 @@ class SavingPlan:
             return None
         return (self.memory_stall_share or 0.0) + min(1.0, lost_s / self.between_failures_s)
 
+    @property
+    def failure_probability(self) -> float | None:
+        """The probability that a failure ends the training early; None: unknown, or the job restarts."""
+        if self.restarts or not (self.step_s and self.between_failures_s):
+            return None
+        return -math.expm1(-self.steps * self.step_s / self.between_failures_s)
+
     def require_disk(self) -> None:
         """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
         if self.free is None or not self.saves or self.bytes <= self.free:
@@ -188,14 +195,7 @@ def plan_saving(
     save_s: float | None = None,
     failures_s: float | None = None,
 ) -> SavingPlan:
-    """Plan the checkpoints of a resolved configuration.
-
-    Args:
-        step_s: seconds of a step; None: unknown.
-        present: existing checkpoints of the run.
-        save_s: seconds of a save into the memory of the hosts; None: unknown.
-        failures_s: seconds between two failures of the job; None: unknown.
-    """
+    """Plan the checkpoints of a configuration from its plan's step_s, memory_save_s and between_failures_s."""
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
     notice_s = NOTICE_S.get(config.launcher.notice or "")

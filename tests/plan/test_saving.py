@@ -13,6 +13,7 @@ import pytest
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
+from nanoscale.common.units import byte_size
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import Devices, Host, check
@@ -20,7 +21,7 @@ from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer, Zero
 from nanoscale.launch.request import check_request
 from nanoscale.plan.memory.states import checkpoint_bytes
 from nanoscale.plan.predict import predicted_step
-from nanoscale.plan.saving import memory_save_s, plan_saving, with_memory_interval
+from nanoscale.plan.saving import SavingPlan, memory_save_s, plan_saving, with_memory_interval
 from nanoscale.plan.search.choice import SOURCE
 from nanoscale.view.plan.saving_text import sentences, warnings
 from tests.plan import machines
@@ -219,7 +220,7 @@ def test_the_expected_loss_counts_saves_and_repeated_steps() -> None:
     assert saving.lost_share == pytest.approx(0.2 + 0.01)
     assert replace(saving, restarts=0).lost_share is None
     assert (
-        "every 100 s (launcher.mtbf_hours), saves and repeated steps take 21.00%"
+        "every 100 s (launcher.mtbf_hours), saves in memory and repeated steps take 21.00%"
         in (sentences(saving)["failure"])
     )
     alone = plan_saving(job(*words), 1.0, save_s=1.5, failures_s=3600 * 5700.0)
@@ -270,3 +271,32 @@ def test_the_plan_says_if_a_save_fits_into_a_notice() -> None:
         in warnings(plan_saving(job(*words, "checkpoint.at_stop=false"), 1.0))[0]
     )
     assert "notice" not in str(sentences(plan_saving(job("launcher.notice=/leave"), 1.0)))
+
+
+def test_what_the_disk_and_the_uploads_must_reach() -> None:
+    """No rate of a disk is known. A stall of 9.09 s and 900 s of training are 1 % and 99 % of the time."""
+    words = ("train.steps=1e5", "checkpoint.every_minutes=15")
+    saving = plan_saving(job(*words), 0.1)
+    assert f"take 1% of the time at {byte_size(saving.bytes / (900 / 99))}/s" in text(saving)
+    assert "upload" not in text(saving)
+    uploaded = plan_saving(job(*words, "checkpoint.upload=file:///tmp/x"), 0.1)
+    assert text(uploaded).endswith(f"uploads by one host need {byte_size(saving.bytes / 900)}/s")
+    copied = plan_saving(job(*words, "checkpoint.asynchronous=true"), 0.1)
+    assert "of the time" not in text(copied)
+    assert "of the time" not in text(plan_saving(job("checkpoint.every_minutes=0"), 0.1))
+
+
+def text(saving: SavingPlan) -> str:
+    return sentences(saving)["disk"]
+
+
+def test_a_failure_ends_a_run_without_restarts() -> None:
+    """10,000 steps of 1 s and a failure every 100,000 s: 1 - exp(-0.1)."""
+    ends = plan_saving(job("train.steps=1e4"), 1.0, failures_s=1e5)
+    assert ends.failure_probability == pytest.approx(1 - math.exp(-0.1))
+    assert "ends the run early with a probability of 10%" in sentences(ends)["failure"]
+    assert "failure" not in sentences(replace(ends, steps=100))  # 0.1 %
+    assert replace(ends, restarts=1).failure_probability is None
+    assert replace(ends, step_s=None).failure_probability is None
+    alone = plan_saving(job("train.steps=1e4", "launcher.max_restarts=1"), 1.0, failures_s=1e5)
+    assert ", repeated steps take 0.45% of the time" in sentences(alone)["failure"]

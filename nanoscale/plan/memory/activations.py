@@ -221,7 +221,7 @@ def _head_norms(shape: Shape, run: Execution) -> Sizes:
 def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:
     """Return the tensors that `activation.SavePolicy` keeps: the input, attention's result, reduced results and
     some products' results."""
-    sizes, results = saved(shape, run), _results(shape, run)
+    sizes, results = saved(shape, run), products(shape.model)
     names = set(results)
     if isinstance(keep, frozenset):
         names = set(keep)
@@ -273,7 +273,7 @@ def _kept_with_adapters(
 ) -> Sizes:
     """Return the products' results that the policy keeps. An adapted layer has three products: A, B and W."""
     results: list[tuple[str, int]] = []
-    for name in _results(shape, run):
+    for name in products(shape.model):
         if {"v": "wv"}.get(name, name) in shape.adapted:
             results += [
                 (f"A of {name}", shape.tokens * shape.adapter_rank * run.compute),
@@ -285,11 +285,6 @@ def _kept_with_adapters(
     if keep == "every-2nd-matmul":
         results = results[1::2]
     return {} if keep == "attention" else dict(results)
-
-
-def _results(shape: Shape, run: Execution) -> tuple[str, ...]:
-    """Return the results of a block's products, in the order of their computation."""
-    return products(shape.model)
 
 
 def products(model: Model) -> tuple[str, ...]:

@@ -51,7 +51,8 @@ def activations_at_peaks(
         in_flight: the number of in-flight micro batches of each stage at its peak. If the schedule splits
             backward passes, the order of actions gives the numbers instead.
     """
-    layout, rank = setting.config.parallel, _rank(setting, stages)
+    layout = setting.config.parallel
+    rank = rank_of(layout.schedule, setting.pp, stages[0].number)
     kept = [_kept(setting, stage) for stage in stages]
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
         return [_activations(setting, kept, in_flight, None)]
@@ -146,10 +147,6 @@ def _waiting(setting: MemorySetting, stage: Stage, blocks: StageActivations) -> 
     return 0 if stage.first else blocks.waiting_gradients - boundary
 
 
-def _rank(setting: MemorySetting, stages: Sequence[Stage]) -> int:
-    return rank_of(setting.config.parallel.schedule, setting.pp, stages[0].number)
-
-
 def _between_stages(
     setting: MemorySetting, stages: Sequence[Stage], in_flight: Sequence[int]
 ) -> int:
@@ -160,7 +157,7 @@ def _between_stages(
             flying for stage, flying in zip(stages, in_flight, strict=True) if not stage.last
         )
     ranks = at_peak(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
-    return ranks[_rank(setting, stages)]
+    return ranks[rank_of(layout.schedule, setting.pp, stages[0].number)]
 
 
 def _outside_blocks(setting: MemorySetting, stage: Stage) -> tuple[int, int]:

@@ -111,11 +111,5 @@ def _attention(config: ResolvedConfig, compute: int, gpu: bool) -> Literal["flas
     grouped = model.kv_heads not in (None, model.heads)
     ring = layout.cp > 1 and layout.cp_method == "ring"
     unfused = compute == 8 or (compute == 4 and grouped) or config.backend.attention == "math"
-    return "math" if gpu and unfused and not ring and not _is_limited(config) else "flash"
-
-
-def _is_limited(config: ResolvedConfig) -> bool:
-    """Return True if all blocks compute attention by `models.attention.limited_attention`."""
-    model = config.model
-    capped = model.attention_softcap is not None
-    return capped or model.attention_sinks or config.data.document_mask
+    limited = any((model.attention_softcap, model.attention_sinks, config.data.document_mask))
+    return "math" if gpu and unfused and not ring and not limited else "flash"

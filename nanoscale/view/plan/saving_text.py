@@ -48,9 +48,21 @@ def sentences(saving: SavingPlan) -> dict[str, str]:
     free = "" if saving.free is None else f", {byte_size(saving.free)} free in {saving.root}"
     return {
         "checkpoints": f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}{notice}",
-        "disk": f"{byte_size(saving.needed)} needed{free}",
+        "disk": f"{byte_size(saving.needed)} needed{free}{_rates(saving)}",
         **_failure(saving),
     }
+
+
+def _rates(saving: SavingPlan) -> str:
+    """Return the rates at which saves on disk take little time and uploads keep up: no rate is known."""
+    if not saving.disk_loss_s:
+        return ""
+    rate = saving.bytes / saving.disk_loss_s / 2  # an interval is twice the mean loss
+    needs = {
+        f"saves take 1% of the time at {byte_size(99 * rate)}/s": not saving.config.asynchronous,
+        f"uploads by one host need {byte_size(rate)}/s": saving.config.upload,
+    }
+    return "".join(f"; {need}" for need, applies in needs.items() if applies)
 
 
 def summary(saving: SavingPlan) -> str:
@@ -103,7 +115,10 @@ def _by_time(saving: SavingPlan) -> str:
 
 
 def _failure(saving: SavingPlan) -> dict[str, str]:
-    """Return what a failure costs; nothing if the job does not restart, or if the cost is unknown."""
+    """Return what a failure costs; nothing if it is unknown, or unlikely and the job does not restart."""
+    if (ends := saving.failure_probability or 0.0) >= 0.01:
+        often = f"with a probability of {ends:.0%} (launcher.mtbf_hours)"
+        return {"failure": f"a failure ends the run early {often}: set launcher.max_restarts=3"}
     ways, every, loss_s = [], saving.config.memory_every, saving.disk_loss_s
     if every:
         stalls = saving.memory_stall_share
@@ -121,8 +136,8 @@ def _failure(saving: SavingPlan) -> dict[str, str]:
         often = duration(saving.between_failures_s)
         lost = f"{saving.lost_share:.2%}" if saving.lost_share >= 1e-4 else "less than 0.01%"
         ways.append(
-            f"with a failure every {often} (launcher.mtbf_hours), saves and repeated steps take "
-            f"{lost} of the time, without the restarts themselves"
+            f"with a failure every {often} (launcher.mtbf_hours), {'saves in memory and ' * bool(every)}"
+            f"repeated steps take {lost} of the time, without the restarts themselves"
         )
     return {"failure": "; ".join(ways)} if saving.restarts and ways else {}
 
