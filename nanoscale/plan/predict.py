@@ -40,8 +40,8 @@ SPREAD = {"dp": 0.04, "divided": 0.06, "experts": 0.10, "hf": 0.25, "recurrent":
 
 The root mean square errors of published runs are 3.3 % with FSDP alone (16 rows of torchtitan and torchao) and
 5.0 % with tp, pp or cp in addition to it (8 rows of torchtitan), rounded up; runs of experts, within 1.5 % in
-6 rows of SimuMax, had even loads, and 10 % is assumed. A model of transformers is planned as one of ours that resembles it;
-what its recurrences keep depends on the kernels that are installed.
+6 rows of SimuMax, had even loads, and 10 % is assumed. A model of transformers is planned as one of ours that
+resembles it; what its recurrences keep depends on the kernels that are installed.
 """
 REHEARSED_SPREAD = 0.02
 """Standard deviation of the memory in use around a rehearsal. Tests require 1 % of real ranks' memory on CPUs.
