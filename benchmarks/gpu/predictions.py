@@ -71,7 +71,15 @@ def predict(cluster: str, parts: list[str], folder: Path) -> None:
         bench = Rehearsals(session, Path(runs), tiny=False, cluster=cluster)
         for one in chosen:
             session.measure(one.what, partial(one.act, bench), limit_s=LIMIT_S)
+    session.rows[:] = with_others(session.rows, session.results.with_suffix(".json"))
     session.save()
+
+
+def with_others(rows: list[Figures], file: Path) -> list[Figures]:
+    """Return the rows and those of other parts that the file of the same day has."""
+    before = json.loads(file.read_text())["rows"] if file.is_file() else []
+    present = {row["what"]: row for row in rows}
+    return [present.pop(row["what"], row) for row in before] + list(present.values())
 
 
 def newest(device: str, folder: Path = RESULTS) -> dict[str, Figures]:

@@ -23,7 +23,7 @@ from benchmarks.gpu import correct, kernels, wheels
 from benchmarks.gpu.items import read_items, run_items
 from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
 from benchmarks.gpu.peers import trained, write_tokens
-from benchmarks.gpu.predictions import PREDICTED, _block, _in_order, newest
+from benchmarks.gpu.predictions import PREDICTED, _block, _in_order, newest, with_others
 from benchmarks.gpu.session import Failed, Session, TooSlow
 from nanoscale.backends import low_bits
 from nanoscale.config.composing.compose import compose
@@ -160,6 +160,18 @@ def predictions(folder: Path, day: str, tokens_per_s: float) -> None:
     row = PREDICTION | {"tokens_per_s": tokens_per_s}
     rows = [row, {"what": "nanoscale NF4 llama-8b 4k bf16", "why": "failed: error"}]
     (folder / f"{day}-compiled-h200.json").write_text(json.dumps({"rows": rows}))
+
+
+def test_predictions_of_some_parts_replace_only_their_rows(tmp_path: Path) -> None:
+    predictions(tmp_path, "2026-11-29", 1.0)
+    renewed, other = PREDICTION | {"tokens_per_s": 2.0}, PREDICTION | {"what": "nanoscale new"}
+    rows = with_others([other, renewed], tmp_path / "2026-11-29-compiled-h200.json")
+    assert [row["what"][:14] for row in rows] == [
+        "nanoscale llam",
+        "nanoscale NF4 ",
+        "nanoscale new",
+    ]
+    assert rows[0] is renewed and with_others(rows, tmp_path / "absent.json") == rows
 
 
 def test_a_measured_row_has_the_newest_prediction_for_its_device_beside_it(tmp_path: Path) -> None:
