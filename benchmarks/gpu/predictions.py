@@ -60,23 +60,24 @@ def main() -> None:
 def predict(cluster: str, parts: list[str], folder: Path) -> None:
     """Write the predictions of parts for one GPU of a cluster."""
     day = time.strftime("%Y-%m-%d")
+    file = folder / f"{day}-compiled-{cluster}.json"
     chosen = [it for part in parts for it in PARTS[part] if not it.peer]
-    session = Session(
-        time.monotonic() + 2 * LIMIT_S * len(chosen), folder / f"{day}-compiled-{cluster}"
-    )
-    session.about |= {"date": day, "cluster": cluster}
-    session.about["versions"] = {name: version(name) for name in ("torch", "triton")}
     with tempfile.TemporaryDirectory() as runs:
+        until = time.monotonic() + 2 * LIMIT_S * len(chosen)
+        session = Session(until, Path(runs) / file.stem)  # an interrupt leaves the file as it was
+        session.about |= {"date": day, "cluster": cluster}
+        session.about["versions"] = {name: version(name) for name in ("torch", "triton")}
         write_tokens(Path(runs), 16, 512)
         bench = Rehearsals(session, Path(runs), tiny=False, cluster=cluster)
         for one in chosen:
             session.measure(one.what, partial(one.act, bench), limit_s=LIMIT_S)
-    session.rows[:] = with_others(session.rows, session.results.with_suffix(".json"))
+    session.rows[:] = with_others(session.rows, file)
+    session.results = file.with_suffix("")
     session.save()
 
 
 def with_others(rows: list[Figures], file: Path) -> list[Figures]:
-    """Return the rows and those of other parts that the file of the same day has."""
+    """Return the rows, and the rows of other parts in the file of the same day."""
     before = json.loads(file.read_text())["rows"] if file.is_file() else []
     present = {row["what"]: row for row in rows}
     return [present.pop(row["what"], row) for row in before] + list(present.values())
