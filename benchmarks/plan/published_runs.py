@@ -94,6 +94,11 @@ its engine runs: `alltoall` (one copy of a token for each of its experts; otherw
 DeepEP and HybridEP), `overlap` (exchanges during the computation of another micro batch), `router-graphs` (CUDA
 graphs of attention, router and preparation), `graphs` (CUDA graphs of whole steps). `fsdp` is Megatron's FSDP.
 
+The checking half is not quite blind. After its errors had been seen, these settings were corrected by their
+sources: prime-rl (eager, whole logits), GPT-OSS 20B in NeMo AutoModel (ep 8), what NeMo AutoModel computes
+again, and gradients that Megatron-Bridge reduces in bf16. The factor of tp on the host's time was counted with
+these rows in view.
+
 Largest errors left: NCCL's all-to-all between hosts over EFA is planned too fast (runs of AWS), because small
 messages have no rate of their own; gpt-oss in Megatron-Bridge is planned too fast, and Qwen3-235B in bf16 on
 GB200 and GB300 too slow, for reasons that are not known.

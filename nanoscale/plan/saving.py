@@ -195,7 +195,8 @@ def plan_saving(
     save_s: float | None = None,
     failures_s: float | None = None,
 ) -> SavingPlan:
-    """Plan the checkpoints of a configuration from its plan's step_s, memory_save_s and between_failures_s."""
+    """Plan the checkpoints of a configuration whose run has the `present` ones. Times are the seconds of a
+    step, of a save into the memory of the hosts, and between two failures of the job; None: unknown."""
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
     notice_s = NOTICE_S.get(config.launcher.notice or "")

@@ -96,8 +96,8 @@ def _place(broken: Any) -> str:
 
 
 def recompilations(step: int) -> list[str]:
-    """Return a sentence for each block that was compiled again since the last call, or was not as it had been
-    too often: such blocks run eagerly. In the first step, kinds of blocks are compiled one after the other."""
+    """Return a sentence for each block that was compiled again since the last call, except in the first step,
+    and for each block that the compiler gave up because it had been compiled too often."""
     metrics = [it for it in get_compilation_metrics() if it.recompile_reason]
     clear_compilation_metrics()
     said = {True: "gives up, so blocks run eagerly,", False: "compiles blocks again"}
