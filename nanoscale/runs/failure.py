@@ -12,11 +12,13 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, byte_size, listed, numbered
+from nanoscale.config.values import yaml_file
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import damaged, read_record
 from nanoscale.runs.memory_order import LESS_SHARED_MEMORY
@@ -310,148 +312,24 @@ _RUN = "RUN"
 _TEST_DEVICES = (
     "test the devices of that host, or leave it out with --exclude; resume from a checkpoint"
 )
-_BY_TYPE = {
-    "MissingFolderError": (
-        "",
-        "if it was renamed, rename it back; then `nanoscale resume` continues from the newest checkpoint",
-    ),
-    "FencedError": (
-        "; steps that it had not saved are trained again there",
-        "this rank needs no action; `nanoscale runs show` shows how the run continues",
-    ),
-    "SharedMemoryError": (
-        "",
-        f"give its container more, as in `docker run --shm-size=16g`; {LESS_SHARED_MEMORY}",
-    ),
-}
-"""The end of the message of exceptions of nanoscale's own, and the remedy."""
-_BY_TEXT = (
-    (
-        r"OutOfMemoryError|CUDA out of memory",
-        "the GPU ran out of memory",
-        "a smaller train.micro_batch, a higher zero.stage, or more devices",
-    ),
-    (
-        r"not compiled with CUDA|_cuda_setDevice",
-        "the ranks' torch is built without CUDA and cannot use the GPUs",
-        f"install a build of torch for CUDA there ({TORCH_BUILDS}), or launcher.device=cpu",
-    ),
-    (
-        r"driver on your system is too old|CUDA driver version is insufficient",
-        "the GPU driver is too old for the CUDA that the ranks' torch is built for",
-        f"update the driver, or install a build of torch for an older CUDA ({TORCH_BUILDS}); "
-        "`nanoscale doctor` shows both versions",
-    ),
-    (
-        r"no NVIDIA driver|no CUDA-capable device",
-        "the ranks found no GPU driver, or no GPU",
-        "look at `nvidia-smi` there, in the same container as the ranks; or launcher.device=cpu",
-    ),
-    (
-        r"no kernel image",
-        "the ranks' torch has no kernels for this GPU",
-        f"install a build of torch that has them ({TORCH_BUILDS}); `nanoscale doctor` shows which it has",
-    ),
-    (
-        r"Failed to find C compiler|working triton installation",
-        "torch.compile found no C compiler, or no Triton",
-        "install gcc there, or set it: launcher.env.CC=/path/to/gcc; or backend.compile=off",
-    ),
-    (
-        r"Python\.h\b|(cuda_utils|__triton_launcher)\.c\b",
-        "the C compiler that Triton calls failed, usually because Python.h is missing",
-        "install Python's headers there (python3-dev, or python3-devel), or backend.compile=off",
-    ),
-    (
-        r"does not have a deterministic implementation",
-        "an operation has no implementation that repeats exactly, as precision.deterministic=true requires",
-        "precision.deterministic=false, or another operation in code of hooks or model=hf",
-    ),
-    (
-        r"MemoryError|can't allocate memory|Cannot allocate memory",
-        "the host ran out of memory",
-        _LESS_HOST_MEMORY,
-    ),
-    (
-        r"No space left|Disk quota exceeded",
-        "the disk is full",
-        "free space there, or put run.root on another disk; checkpoint.keep_last bounds what is kept",
-    ),
-    (
-        r"Address already in use|EADDRINUSE",
-        "another program uses the port of the rendezvous",
-        "set launcher.master_port=auto and start it again: each launch takes a free port",
-    ),
-    (
-        r"were finite when the steps were repeated",
-        "a loss or gradient was not finite, and was finite when the steps were repeated: a device or its "
-        "memory has made an error, or the computation does not repeat exactly",
-        _TEST_DEVICES,
-    ),
-    (
-        r"FloatingPointError|non-?finite|not finite",
-        "the training diverged: a loss or gradient is infinite or not a number",
-        "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
-        "precision=fp32, or another attention kernel: backend.attention=flash or math",
-    ),
-    (
-        r"LossSpikeError",
-        "the loss jumped far above its spread",
-        "resume from the newest checkpoint with a lower optimizer.lr, or with train.on_spike=rollback or note",
-    ),
-    (
-        r"ReplicaError",
-        "tensors that several ranks hold equally are different: code treats the ranks differently, or a device "
-        "or its memory has made an error",
-        f"first `nanoscale conform --config {_RUN}/config.yaml`, which finds code that treats ranks "
-        f"differently; if it finds nothing, {_TEST_DEVICES}",
-    ),
-    (
-        _MISMATCH.pattern,
-        "a peer sent data of another size than this rank's collective expects: ranks called different "
-        "collectives, or one with different sizes",
-        "a rank took another branch, or has other shapes, than the others: compare all ranks' logs",
-    ),
-    (
-        r"No (available kernel|viable backend)",
-        "the attention kernel of backend.attention does not support this model here",
-        "backend.attention=auto",
-    ),
-    (
-        r"ModuleNotFoundError|ImportError",
-        "a Python module is missing or broken",
-        "install it into the environment that nanoscale runs in",
-    ),
-    (
-        r"CUDA error|CUDNN_STATUS|CUBLAS_STATUS",
-        "a GPU operation failed",
-        "run again with CUDA_LAUNCH_BLOCKING=1 to see which one; look at `nvidia-smi -q` and `dmesg`",
-    ),
-    (
-        r"PermissionError|Permission denied",
-        "a file may not be read or written",
-        "look at the path in the last line of the traceback",
-    ),
-)
 
-_BY_SIGNAL = {
-    "SIGSEGV": (
-        "it crashed in native code (segmentation fault)",
-        "the log ends with the Python stack",
-    ),
-    "SIGBUS": (
-        "it crashed on a bus error: mapped memory that does not exist",
-        "look for a file that was truncated while it was mapped, a full disk, or a full /dev/shm",
-    ),
-    "SIGABRT": (
-        "native code aborted (SIGABRT) without a message",
-        "the log ends with the Python stack",
-    ),
-    "SIGILL": (
-        "it used an instruction that this processor does not have",
-        "install a PyTorch that was built for this processor",
-    ),
-}
+
+@cache
+def _table(section: str) -> Any:
+    """Return a section of `diagnoses.yaml`."""
+    return yaml_file.read(Path(__file__).with_name("diagnoses.yaml")).content[section]
+
+
+def _remedy(row: Document) -> str:
+    """Fill in what several remedies, and other files, say in the same words."""
+    text: str = row["remedy"]
+    return text.format(
+        run=_RUN,
+        test_devices=_TEST_DEVICES,
+        torch_builds=TORCH_BUILDS,
+        less_host_memory=_LESS_HOST_MEMORY,
+        less_shared_memory=LESS_SHARED_MEMORY,
+    )
 
 
 def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
@@ -460,22 +338,25 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
         return failure.message, ""
-    if own := _BY_TYPE.get(failure.type.rpartition(".")[2]):
-        return failure.message + own[0], own[1]
+    if own := _table("by_type").get(failure.type.rpartition(".")[2]):
+        return failure.message + own["ending"], _remedy(own)
     text = f"{failure.type}: {failure.message}"
-    for pattern, diagnosis, remedy in _BY_TEXT:
-        if re.search(pattern, text, re.IGNORECASE):
-            return diagnosis, remedy
+    for row in _table("by_text"):
+        if re.search(row["pattern"], text, re.IGNORECASE):
+            return row["diagnosis"], _remedy(row)
     name = signal_name(failure.exit_code)
     if name and failure.kind == "ended":
-        unknown = f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
         if name == "SIGABRT" and failure.message:
             why = failure.message.partition("\n")[0]
             return (
                 f"native code aborted: {why}",
                 "its log has the whole message and the Python stack",
             )
-        return _diagnose_kill(evidence) if name == "SIGKILL" else _BY_SIGNAL.get(name, unknown)
+        if name == "SIGKILL":
+            return _diagnose_kill(evidence)
+        if known := _table("by_signal").get(name):
+            return known["diagnosis"], _remedy(known)
+        return f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
     if is_consequence(failure):
         return (
             "the connection to another rank was lost, and no rank reported a cause",

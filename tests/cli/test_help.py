@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from nanoscale.cli.common.examples import EXAMPLES
+from nanoscale.cli.common.examples import LINES, examples
 from nanoscale.cli.inspect.help import TOPICS
 from nanoscale.cli.main import VERBS, build, run
 from nanoscale.config.composing.library import Library
@@ -81,14 +81,15 @@ COMMANDS = dict(commands(typer.main.get_command(build([])), ""))
 
 
 def test_every_command_has_examples_and_no_other_has() -> None:
-    assert COMMANDS.keys() == EXAMPLES.keys()
+    assert all(examples(command) for command in COMMANDS)
+    assert sorted(LINES) == sorted(line for command in COMMANDS for line in examples(command))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_examples_stand_under_the_help_and_are_accepted(name: str, capsys: Capsys) -> None:
     assert run([*name.split(), "-h"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    for line in EXAMPLES[name]:
+    for line in examples(name):
         assert f"    {line}" in shown
         assert len(line) <= 80
         words = shlex.split(line)[1:]

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.common import text_preparation
-from nanoscale.cli.common.examples import EXAMPLES
+from nanoscale.cli.common.examples import LINES, examples
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Model
@@ -456,18 +456,18 @@ def example_files(stand_ins: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", EXAMPLES)
+@pytest.mark.parametrize("command", dict.fromkeys(line.split()[1] for line in LINES))
 def test_the_examples_of_every_help_run(
     command: str, here: Path, example_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for line in EXAMPLES[command]:
+    for line in examples(command):
         if line in EXCUSED_EXAMPLES:
             continue
-        if command.split()[0] in ABOUT_CLUSTERS:
+        if command in ABOUT_CLUSTERS:
             monkeypatch.chdir(tmp_path)
             for name in ("ds_config.json", "axolotl.yml", "train.sh"):
                 shutil.copy(example_files / name, tmp_path)
-        elif command.startswith("data"):
+        elif command == "data":
             for folder in ("corpus", "chats"):
                 shutil.rmtree(folder, ignore_errors=True)
         typed = placed(line, f"help-{command}", here)

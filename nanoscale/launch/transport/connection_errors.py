@@ -1,10 +1,13 @@
-"""Diagnosis of an unreachable agent from the output of its connection."""
+"""Diagnosis of an unreachable agent from the output of its connection, by `connection_errors.yaml`."""
 
 import re
 import shlex
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from nanoscale.config.machines import Host
+from nanoscale.config.values.yaml_file import read
 from nanoscale.launch.transport.transport import Local, Transport
 from nanoscale.runs.failure import signal_name
 
@@ -14,77 +17,19 @@ SHARED_ROOT = (
 )
 """The remedy if a host does not see the folder of runs; `resume` accepts no run.root."""
 
-_CAUSES = (
-    (
-        "run.root",
-        r"does not see the launcher's folder of runs",
-        "it does not see the folder of runs",
-        SHARED_ROOT,
-    ),
-    (
-        "network",
-        r"no answer from the launcher at",
-        "it cannot connect back to the launcher",
-        "look for a firewall between them, or use launcher=ssh",
-    ),
-    (
-        "ssh",
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
-        "its ssh host key has changed, or was never accepted",
-        "make sure that it is the right machine, then `ssh-keygen -R {known_host}` and `{ssh} {name}` once",
-    ),
-    (
-        "ssh",
-        r"Permission denied|Too many authentication failures",
-        "ssh is refused (permission denied)",
-        "`{ssh} -o BatchMode=yes {name} true` must work: put your key into its authorized_keys",
-    ),
-    (
-        "ssh",
-        r"Could not resolve hostname|Name or service not known",
-        "its name does not resolve to an address",
-        "correct the name in the hostfile, or add it to DNS or /etc/hosts",
-    ),
-    (
-        "ssh",
-        r"Connection refused",
-        "host unreachable: it refuses the connection, so no ssh server listens there",
-        "start sshd there, or give its port: 'launcher.ssh_args=[-pPORT]'",
-    ),
-    (
-        "ssh",
-        r"timed out|No route to host|Network is unreachable|Host is down|not responding|Broken pipe"
-        r"|Connection reset|Connection closed|lost connection",
-        "host unreachable: there is no route to it, or it is switched off",
-        "check that it is up, or {leave_out}",
-    ),
-    (
-        "interpreter",
-        r"No module named '?nanoscale",
-        "the Python there has no nanoscale",
-        "install nanoscale there, or {another_python}",
-    ),
-    (
-        "interpreter",
-        r"No module named",
-        "the Python there lacks a module",
-        "install the same versions there, or {another_python}",
-    ),
-    (
-        "interpreter",
-        r"No such file or directory|not found|cannot execute|Exec format error",
-        "the Python interpreter does not exist there",
-        "{another_python}",
-    ),
-)
-
 _NOISE = re.compile(r"warn|^\[W\d+", re.IGNORECASE)
 _LOST = "the agent, which supervises the ranks, was lost"
 
 
+@cache
+def _causes() -> list[dict[str, str]]:
+    causes: list[dict[str, str]] = read(Path(__file__).with_suffix(".yaml")).content["causes"]
+    return causes
+
+
 def check_of(diagnosis: str, transport: Transport) -> str:
     """Return the check that a diagnosis of `explain` belongs to; the connection by default."""
-    beginnings = [(check, beginning) for check, _, beginning, _ in _CAUSES]
+    beginnings = [(cause["check"], cause["diagnosis"]) for cause in _causes()]
     beginnings.append((Local.check, _LOST))
     labels = (check for check, beginning in beginnings if diagnosis.startswith(beginning))
     return next(labels, transport.check)
@@ -108,14 +53,15 @@ def explain(
         "ssh": shlex.join(["ssh", *ssh_args]),
         "name": shlex.quote(f"{user}{separator}{host.address}"),
         "leave_out": transport.exclusion_remedy(host),
+        "shared_root": SHARED_ROOT,
         "another_python": transport.python_remedy,
     }
-    for _check, pattern, diagnosis, remedy in _CAUSES:
-        match = re.search(pattern, output, re.IGNORECASE)
+    for cause in _causes():
+        match = re.search(cause["pattern"], output, re.IGNORECASE)
         if match:
             before, after = output[: match.start()], output[match.start() :]
             line = (before.rpartition("\n")[2] + after.partition("\n")[0]).strip(" @\r")[:300]
-            return f"{diagnosis} ({line})", remedy.format(**names)
+            return f"{cause['diagnosis']} ({line})", cause["remedy"].format(**names)
     if code is None:
         return (
             f"host unreachable: it did not answer within {limit_s:g} s (launcher.connect_timeout_s)",
