@@ -34,7 +34,13 @@ from nanoscale.config.rules import check as resolve
 from nanoscale.config.schema import Optimizer
 from nanoscale.data.batch import Batch
 from nanoscale.models import initialization, moe
-from nanoscale.models.attention import AttentionSpan, CausalAttention, merge_sinks, pad_heads
+from nanoscale.models.attention import (
+    AttentionSpan,
+    CausalAttention,
+    Documents,
+    merge_sinks,
+    pad_heads,
+)
 from nanoscale.models.attention_kernels import (
     KERNELS,
     Attended,
@@ -214,7 +220,8 @@ def attention(head: int, device: torch.device, limit: str = "") -> float:
     def act(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         span = None
         if limit in ("documents", "window"):
-            span = AttentionSpan.of(torch.tensor(documents).int().to(q.device), 300)
+            ends, longest = Documents.of(np.array(documents, np.int32))
+            span = AttentionSpan.of(Documents(ends.to(q.device), longest), 300)
             span = span._replace(window=50 if limit == "window" else None)
         out = module(q, k, v, span, sinks=sink if limit == "sinks" else None)
         return out + 0 * sink.sum()
@@ -239,7 +246,8 @@ def attention_kernel(
         limits = None
         if limited is not None:
             of_queries, of_keys = (torch.tensor(it).int().to(where) for it in starts)
-            limits = Limits(of_queries, of_keys)
+            longest = int(max(it.diff().max() for it in (of_queries, of_keys)))
+            limits = Limits(of_queries, of_keys, longest)
         pairs = Pairs(causal, scale, limits)
         out, lse = KERNELS[kernel].forward(q, k, v, pairs)
         if limited == "other":  # the backward pass gets what all ranks' keys give together

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models import hf_attention, lora
-from nanoscale.models.attention import CausalAttention
+from nanoscale.models.attention import CausalAttention, Documents
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, LossHead, saved_buffers
 from nanoscale.models.own_model import OwnModel
@@ -180,7 +181,7 @@ class Engine(ABC):
         }
 
     @abstractmethod
-    def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
+    def _forward(self, inputs: Tensor, *others: Any) -> Tensor | None:
         """Return the logits of `[batch, seq / cp]` token ids, or the sum of the losses of targets of this
         shape; the others are documents, targets and references, as in `Transformer.forward`.
 
@@ -361,23 +362,24 @@ class Engine(ABC):
             total /= parallel.tp * parallel.pp * parallel.cp
         return total.clamp(min=1)
 
-    def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        Rows that end with padding are as long as the longest of the micro batch. Documents, or None, are the
-        ends `[batch, documents]` in the whole sequence. References, or None, are int64.
+        Rows that end with padding are as long as the longest of the micro batch. References, or None, are
+        int64.
         """
         batch = batch if self._row_step is None else batch.trimmed(self._row_step)
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
-        documents, references = (
-            None if it is None else torch.from_numpy(it) for it in (batch.ends(), batch.references)
-        )
+        references = None if batch.references is None else torch.from_numpy(batch.references)
         if self.config.parallel.cp > 1:
             positions = self._positions(inputs.shape[1], inputs.device)
             inputs, targets = inputs[:, positions], targets[:, positions]
             if references is not None and references.ndim > 2:
                 references = references[:, positions]
-        documents = None if documents is None else self._to_device(documents)
+        documents, ends = None, batch.ends()
+        if ends is not None:
+            documents = Documents.of(ends)
+            documents = documents._replace(ends=self._to_device(documents.ends))
         if references is not None:
             references = self._to_device(references.view(torch.int64))
         return self._to_device(inputs), self._to_device(targets), documents, references

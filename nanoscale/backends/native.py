@@ -178,7 +178,7 @@ class NativeEngine(NativeState):
             gradients.clip(grads, norm, limit)
         return norm.to(self.device)
 
-    def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
+    def _forward(self, inputs: Tensor, *others: Any) -> Tensor | None:
         if self.pipeline is not None:
             return self.pipeline.forward(inputs, *others)
         (model,) = self.stages.values()

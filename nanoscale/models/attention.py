@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -27,25 +28,43 @@ from nanoscale.models.attention_kernels import (
 )
 
 
+class Documents(NamedTuple):
+    """The documents of the whole sequences of a micro batch."""
+
+    ends: Tensor
+    """int32 `[rows, documents]` (`Batch.ends`)."""
+    longest: int
+    """The tokens of the longest one."""
+
+    @classmethod
+    def of(cls, ends: np.ndarray) -> Documents:
+        """Return the documents that end there, in host memory: on a device the longest would cost a wait."""
+        return cls(torch.from_numpy(ends), int(np.diff(ends, prepend=0).max()))
+
+
 class AttentionSpan(NamedTuple):
     """The documents of whole sequences, and a window."""
 
     starts: Tensor
     """int32 `[rows · documents + 1]`: the tokens before each document, rows one after the other, and their sum.
     Documents of length 0 follow the last one of a row that has fewer."""
+    longest: int
+    """The tokens of the longest document, or more: a kernel starts a thread block for each tile of so many
+    queries of each document."""
     window: int | None = None
     """The last tokens up to each token that it sees; None: all."""
 
     @classmethod
-    def of(cls, ends: Tensor, length: int) -> AttentionSpan:
-        """Return the documents that end at these positions of rows of this length, `[rows, documents]`."""
+    def of(cls, documents: Documents, length: int) -> AttentionSpan:
+        """Return the span of documents of rows of this length."""
+        ends, longest = documents
         rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * length
-        return cls(F.pad((ends + rows.unsqueeze(1)).flatten(), (1, 0)))
+        return cls(F.pad((ends + rows.unsqueeze(1)).flatten(), (1, 0)), longest)
 
     @classmethod
     def whole(cls, rows: int, length: int, device: torch.device) -> AttentionSpan:
         """Return rows of one document."""
-        return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length)
+        return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
 
     def ends(self, rows: int, length: int) -> Tensor:
         """Return the ends of the documents of each row: int32 `[rows, documents]`."""
@@ -59,7 +78,7 @@ class AttentionSpan(NamedTuple):
         return self._replace(starts=second if number else self.starts[: middle + 1])
 
     def limits(self, softcap: float | None = None) -> Limits:
-        return Limits(self.starts, self.starts, self.window, softcap)
+        return Limits(self.starts, self.starts, self.longest, self.window, softcap)
 
     def first_seen(self, rows: int, length: int) -> Tensor:
         """Return the position of the first token that each token sees: int32 `[rows, length]`."""
@@ -125,7 +144,7 @@ def limited_attention(
     """Return causal attention within the documents and the window of `span`."""
     head_dim = q.shape[-1]
     q, k, v = pad_heads(kernel, q, k, v)
-    settings = kernel, head_dim**-0.5, span.window, softcap
+    settings = span.longest, kernel, head_dim**-0.5, span.window, softcap
     out: Tensor = AttentionFunction.apply("attention", q, k, v, sinks, span.starts, *settings)
     return out[..., :head_dim]
 
@@ -223,16 +242,18 @@ class AttentionFunction(torch.autograd.Function):
         return None, *grads, of_sinks, None, *[None] * len(ctx.settings)
 
 
-def _pairs(starts: Tensor, scale: float, window: int | None, softcap: float | None) -> Pairs:
-    return Pairs(True, scale, Limits(starts, starts, window, softcap))
+def _pairs(starts: Tensor, longest: int, scale: float, *bounds: Any) -> Pairs:
+    return Pairs(True, scale, Limits(starts, starts, longest, *bounds))
 
 
 register(
     "attention",
-    "Tensor starts, str kernel, float scale, int? window, float? softcap",
-    lambda q, k, v, starts, kernel, *rest: KERNELS[kernel].forward(q, k, v, _pairs(starts, *rest)),
-    lambda grad_out, whole, starts, kernel, *rest: KERNELS[kernel].backward(
-        grad_out, whole, _pairs(starts, *rest)
+    "Tensor starts, SymInt longest, str kernel, float scale, int? window, float? softcap",
+    lambda q, k, v, starts, longest, kernel, *rest: KERNELS[kernel].forward(
+        q, k, v, _pairs(starts, longest, *rest)
+    ),
+    lambda grad_out, whole, starts, longest, kernel, *rest: KERNELS[kernel].backward(
+        grad_out, whole, _pairs(starts, longest, *rest)
     ),
 )
 

@@ -30,6 +30,8 @@ class Limits(NamedTuple):
     """int32 `[documents + 1]`: the queries before each document, rows one after the other, and their sum."""
     keys: Tensor
     """The same for keys. Documents without queries or without keys are allowed."""
+    longest: int
+    """The most tokens of a document, or more."""
     window: int | None = None
     """The last tokens up to each query that it sees, in a causal block; None: all."""
     softcap: float | None = None
@@ -312,7 +314,8 @@ def _flash_limits(
 ) -> tuple[tuple[Any, ...], bool, dict[str, int]]:
     """Return FlashAttention's lengths and dropout, `is_causal` and window: a window that ends at the query is
     causal, too."""
-    lengths = (limits.queries, limits.keys, q.shape[2], k.shape[2], 0.0)
+    longest = (min(x.shape[2], limits.longest) for x in (q, k))
+    lengths = (limits.queries, limits.keys, *longest, 0.0)
     if limits.window is None:
         return lengths, causal, {"window_size_left": -1, "window_size_right": -1}
     assert causal, "a window ends at the query"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
-from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask
+from nanoscale.models.attention import AttentionSpan, CausalAttention, Documents, Mask
 from nanoscale.models.attention_kernels import takes_narrow_values
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
@@ -90,16 +90,15 @@ class Transformer(nn.Module):
     def forward(
         self,
         inputs: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         targets: Tensor | None = None,
         references: Tensor | None = None,
     ) -> Tensor:
         """Return logits; with `targets` `[batch, seq]` the last stage returns the sum of their losses, a
         scalar.
 
-        `documents` `[batch, documents]` are the ends of documents in the whole sequence (`Batch.ends`). With
-        it, attention stays within documents, and positions restart with each document. `references` `[batch]`
-        belong to pairs.
+        With `documents`, attention stays within documents, and positions restart with each document.
+        `references` `[batch]` belong to pairs.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         length, positions = self.sequence_length(seq), self.token_positions(seq, inputs.device)
@@ -147,8 +146,8 @@ class Transformer(nn.Module):
         """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
 
-    def make_masks(self, inputs: Tensor, length: int, documents: Tensor | None) -> Masks:
-        """Return the masks of whole sequences of this length with these ends of documents."""
+    def make_masks(self, inputs: Tensor, length: int, documents: Documents | None) -> Masks:
+        """Return the masks of whole sequences of this length with these documents."""
         span = None if documents is None else AttentionSpan.of(documents, length)
         window = self.shape.sliding_window
         if window is None or window >= length:

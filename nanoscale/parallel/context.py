@@ -106,16 +106,16 @@ class RingAttention(CausalAttention):
         assert not sees_all, "a KV cache has whole sequences"
         softcap = self.softcap if softcap is None else softcap
         head_dim, capped = q.shape[-1], softcap is not None
-        ends = window = None
+        ends, longest, window = None, 0, None
         if isinstance(mask, AttentionSpan) or capped:
             length = q.shape[2] * dist.get_world_size(self.group)
             whole = AttentionSpan.whole(len(q), length, q.device)
             span = mask if isinstance(mask, AttentionSpan) else whole
-            ends, window = span.ends(len(q), length), span.window
+            ends, longest, window = span.ends(len(q), length), span.longest, span.window
         limited = ends is not None
         kernel = choose_kernel(q, self.cuda_flash, limited=limited, capped=capped, cudnn=self.cudnn)
         q, k, v = pad_heads(kernel, q, k, v)
-        settings = self.group, kernel, head_dim**-0.5, softcap, window
+        settings = self.group, kernel, head_dim**-0.5, softcap, window, longest
         out = ring_attention(q, k, v, ends, sinks, *settings)
         return out[..., :head_dim]
 

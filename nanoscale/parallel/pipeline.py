@@ -38,6 +38,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from nanoscale.common.errors import UserError
 from nanoscale.config import layout as config_layout
 from nanoscale.config.resolved import ResolvedParallel
+from nanoscale.models.attention import Documents
 from nanoscale.models.transformer import Transformer
 
 SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -84,7 +85,7 @@ class Pipeline:
         self,
         inputs: Tensor,
         targets: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         references: Tensor | None,
         accumulation: int,
     ) -> None:
@@ -104,7 +105,7 @@ class Pipeline:
         for stage in getattr(schedule, "_stages", ()):
             stage.finish_sending()
 
-    def forward(self, tokens: Tensor, *others: Tensor | None) -> Tensor | None:
+    def forward(self, tokens: Tensor, *others: Any) -> Tensor | None:
         """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None."""
         hidden = tokens
         for number, stage in sorted(self._stages.items()):

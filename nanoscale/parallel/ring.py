@@ -43,7 +43,7 @@ def ring_attention(
     documents]`.
 
     Args:
-        settings: kernel, scale, softcap and window, as `Blocks` has them. A window needs `ends`.
+        settings: kernel, scale, softcap, window and longest, as `Blocks` has them. A window needs `ends`.
     """
     # Operations refer to a group by its name.
     out: Tensor = AttentionFunction.apply(
@@ -63,6 +63,8 @@ class Blocks:
     window: int | None = None
     ends: Tensor | None = None
     """The ends of documents in the whole sequence, int32 `[batch, documents]`; None: one document."""
+    longest: int = 0
+    """The most tokens of one of these documents, or more."""
 
     @property
     def rank(self) -> int:
@@ -73,11 +75,11 @@ class Blocks:
         return dist.get_world_size(self.group)
 
     @classmethod
-    def of(
-        cls, ends: Tensor | None, group: Any, kernel: str, scale: float, softcap: Any, window: Any
-    ) -> Blocks:
+    def of(cls, ends: Tensor | None, group: Any, kernel: str, *settings: Any) -> Blocks:
         """Return the blocks of an operation's arguments."""
-        return cls(_resolve_process_group(group), KERNELS[kernel], scale, softcap, window, ends)
+        scale, softcap, window, longest = settings
+        blocks = _resolve_process_group(group), KERNELS[kernel], scale, softcap, window
+        return cls(*blocks, ends, longest)
 
     def pairs(self, seq: int, owner: int, queries: slice, keys: slice) -> Pairs:
         """Return the pairs of slices of this rank's queries and of another's keys."""
@@ -97,7 +99,7 @@ class Blocks:
     def limits(self, half: int, queries: Sequence[int], keys: Sequence[int]) -> Limits:
         """Return the limits of these chunks of `half` tokens."""
         before = self._before(half, queries), self._before(half, keys)
-        return Limits(*before, self.window, self.softcap)
+        return Limits(*before, self.longest, self.window, self.softcap)
 
     def _before(self, half: int, chunks: Sequence[int]) -> Tensor:
         """Return the tokens of chunks before each document: int32 `[batch · documents + 1]`."""
@@ -288,7 +290,7 @@ def _differentiate(grad_out: Tensor, whole: Attended, *arguments: Any) -> tuple[
 
 RING = register(
     "ring_attention",
-    "Tensor? ends, str group, str kernel, float scale, float? softcap, int? window",
+    "Tensor? ends, str group, str kernel, float scale, float? softcap, int? window, SymInt longest",
     _attend,
     _differentiate,
 )

@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.data.batch import Batch
-from nanoscale.models.attention import PASSES, AttentionSpan, dense_attention, limited_attention
+from nanoscale.models.attention import (
+    PASSES,
+    AttentionSpan,
+    Documents,
+    dense_attention,
+    limited_attention,
+)
 from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation
@@ -29,10 +34,10 @@ def batch_of(documents: np.ndarray) -> Batch:
     return Batch(tokens, np.roll(tokens, -1, 1), documents)
 
 
-def ends_of(documents: np.ndarray) -> Tensor:
-    ends = batch_of(documents).ends()
+def documents_of(numbers: np.ndarray) -> Documents:
+    ends = batch_of(numbers).ends()
     assert ends is not None
-    return torch.from_numpy(ends)
+    return Documents.of(ends)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def test_it_equals_attention_with_a_dense_mask(
     index = torch.arange(SEQ)
     mask = (numbers[:, :, None] == numbers[:, None]) & (index <= index[:, None])
     mask &= index > index[:, None] - (window or SEQ)
-    span = AttentionSpan.of(ends_of(numbers.numpy()), SEQ)._replace(window=window)
+    span = AttentionSpan.of(documents_of(numbers.numpy()), SEQ)._replace(window=window)
     ours = limited_attention(q, k, v, span, sinks, "portable", softcap)
     dense = dense_attention(q, k, v, mask[:, None], softcap, sinks)
     grad = torch.randn_like(dense)
@@ -63,8 +68,9 @@ def test_it_equals_attention_with_a_dense_mask(
 
 def test_the_operation_says_what_it_returns() -> None:
     q, k = (torch.randn(ROWS, heads, SEQ, HEAD_DIM) for heads in (HEADS, KV_HEADS))
-    starts = AttentionSpan.of(ends_of(DOCUMENTS), SEQ).starts
-    given = (q, k, k, torch.zeros(HEADS), starts, "portable", 1.0, 5, 2.0)
+    starts, longest, _ = AttentionSpan.of(documents_of(DOCUMENTS), SEQ)
+    assert longest == 265
+    given = (q, k, k, torch.zeros(HEADS), starts, longest, "portable", 1.0, 5, 2.0)
     torch.library.opcheck(
         PASSES["attention"].forward, given, test_utils=("test_schema", "test_faketensor")
     )
@@ -100,7 +106,7 @@ def test_a_compiled_block_computes_the_same_for_any_number_of_documents(mode: An
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         gradients = []
         for model in models:
-            loss = model(inputs, torch.from_numpy(batch.ends()), targets)
+            loss = model(inputs, Documents.of(batch.ends()), targets)
             gradients.append(torch.autograd.grad(loss, [*model.parameters()]))
         for plain, found in zip(*gradients, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
@@ -122,15 +128,16 @@ def test_flash_attention_equals_the_portable_kernel(
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     q, grad = q[:, :, earlier:], grad[:, :, earlier:]
-    ends = ends_of(DOCUMENTS)
-    starts = AttentionSpan.of(ends, SEQ).starts.cuda()
-    queries = AttentionSpan.of((ends - earlier).clamp(min=0), SEQ - earlier).starts.cuda()
+    ends, longest = documents_of(DOCUMENTS)
+    starts = AttentionSpan.of(Documents(ends, longest), SEQ).starts.cuda()
+    later = Documents((ends - earlier).clamp(min=0), longest)
+    queries = AttentionSpan.of(later, SEQ - earlier).starts.cuda()
     lengths = starts.diff().view(ROWS, -1)  # of keys
     if not causal:  # the first document has none
         lengths[:, 1] += lengths[:, 0]
         lengths[:, 0] = 0
     keys = torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int32), (1, 0))
-    limits = Limits(queries, keys, window)
+    limits = Limits(queries, keys, longest if causal else 2 * longest, window)
     portable, flash = KERNELS["portable"], KERNELS["flash-cuda"]
     pairs = Pairs(causal, 0.125, limits)
     out, lse = portable.forward(q, k, v, pairs)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from nanoscale.config.schema import Model
 from nanoscale.models import attention, attention_kernels
-from nanoscale.models.attention import PASSES, AttentionSpan, dense_attention
+from nanoscale.models.attention import PASSES, AttentionSpan, Documents, dense_attention
 from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs, has_cudnn
 from nanoscale.parallel import context, ring
 from tests.support.ranks import run_ranks
@@ -107,6 +108,15 @@ ENDS = torch.tensor([[5, 6, 6, 7, 40, 48], [17, 30, 31, 48, 48, 48]], dtype=torc
 """The ends of documents of any length, in two rows."""
 
 
+seen = Limits.seen
+
+
+def seen_within_bound(limits: Limits, *sizes: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """FlashAttention would leave out the rows beyond the longest document."""
+    assert max(int(it.diff().max()) for it in limits[:2]) <= limits.longest
+    return seen(limits, *sizes, **options)
+
+
 def limited_rank(
     rank: int, softcap: float | None, has_sinks: bool, window: int, ends: Tensor
 ) -> dict[str, float]:
@@ -126,9 +136,12 @@ def limited_rank(
         core = context.make_core(method, dist.group.WORLD, Model(attention_softcap=softcap))
         local = [x.detach()[:, :, mine].requires_grad_() for x in leaves[:3]]
         local += [x.detach().requires_grad_() for x in leaves[3:]]
-        span = AttentionSpan.of(ends, SEQ)._replace(window=window if window < SEQ else None)
-        out = core(*local[:3], span, sinks=local[3] if has_sinks else None)
-        found = [out, *torch.autograd.grad(out, local, grad_out[:, :, mine])]
+        span = AttentionSpan.of(Documents.of(ends.numpy()), SEQ)._replace(
+            window=window if window < SEQ else None
+        )
+        with patch.object(Limits, "seen", seen_within_bound):
+            out = core(*local[:3], span, sinks=local[3] if has_sinks else None)
+            found = [out, *torch.autograd.grad(out, local, grad_out[:, :, mine])]
         for shared in found[4:]:
             dist.all_reduce(shared)
         wanted = [x[:, :, mine] for x in expected[:4]] + expected[4:]
@@ -340,7 +353,7 @@ def operation_rank(rank: int) -> None:
     k, v = (torch.randn(BATCH, 4, 8, HEAD_DIM) for _ in range(2))
     for kernel, window in (("portable", None), ("flash-cpu", None), ("portable", 3)):
         ends = None if window is None else torch.full((BATCH, 1), 16, dtype=torch.int32)
-        settings = (dist.group.WORLD.group_name, kernel, 1.0, None, window)
+        settings = (dist.group.WORLD.group_name, kernel, 1.0, None, window, 16)
         forward, backward = PASSES["ring_attention"]
         out, lse = forward(q, k, v, None, ends, *settings)
         checks = {"test_utils": ("test_schema", "test_faketensor")}
@@ -352,6 +365,14 @@ def test_operations_say_what_they_return() -> None:
     run_ranks(operation_rank, 2)
 
 
+class Called(TorchDispatchMode, dict[str, Any]):
+    """The arguments of operations by name."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self[func._schema.name.removeprefix("aten::")] = args
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", ["flash-cuda", "cudnn", "documents", "window"])
 def test_cuda_kernel_calls_what_pytorch_declares(name: str) -> None:
     """Without a GPU: names, arguments and shapes only."""
@@ -360,9 +381,12 @@ def test_cuda_kernel_calls_what_pytorch_declares(name: str) -> None:
     )
     starts = torch.empty(6, dtype=torch.int32, device="meta")
     window = 3 if name == "window" else None
-    limits = None if name in KERNELS else Limits(starts, starts, window)
+    limits = None if name in KERNELS else Limits(starts, starts, 5, window)
     kernel = KERNELS[name if limits is None else "flash-cuda"]
-    out, lse = kernel.forward(q, k, v, Pairs(True, 0.125, limits))
+    with Called() as called:
+        out, lse = kernel.forward(q, k, v, Pairs(True, 0.125, limits))
+    lengths = called["_flash_attention_forward"][5:7] if limits else None
+    assert lengths == (limits and (5, 5)), "more thread blocks than the longest document needs"
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
     block = Attended(q, k, v, out, lse).block(slice(8, None), slice(None))
     grads = kernel.backward(grad_out[:, :, 8:], block, Pairs(window is not None, 0.125, limits))

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from nanoscale.config.hf.any_model import sizes
 from nanoscale.config.schema import Backend, Config, Data, Lora, Model, Optimizer, Train
 from nanoscale.config.translation.miniature import small_hf_model
 from nanoscale.data.batch import IGNORED
-from nanoscale.models.attention import CausalAttention
+from nanoscale.models.attention import CausalAttention, Documents
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
 from nanoscale.models.initialization import fill
@@ -186,7 +187,7 @@ def tp_differences(
         tokens, targets = torch.randint(64, (2, 2, 13))
         documents = None
         if family in ("qwen3", "granite_swa", "olmo_hybrid", "nemotron_h"):
-            documents = torch.tensor([[5, 9, 13], [4, 11, 13]])
+            documents = Documents.of(np.array([[5, 9, 13], [4, 11, 13]]))
             for model in models:
                 model.attend_with(CausalAttention(shape))
         weights = {

@@ -224,7 +224,7 @@ class DeepSpeedEngine(Engine):
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
 
-    def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
+    def _forward(self, inputs: Tensor, *others: Any) -> Tensor | None:
         if self.pipelined:
             return model_parallel.forward(self.model, inputs, others, self.groups.pipeline)
         output: Tensor = self.engine(inputs, *others)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
+from nanoscale.models.attention import Documents
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.pipeline import Loss
 
@@ -58,7 +59,7 @@ class Groups:
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
-StageInputs = tuple[Tensor | None, Tensor, Tensor | None]
+StageInputs = tuple[Documents | None, Tensor, Tensor | None]
 """A micro batch's documents, or None, its targets, and the references of pairs, or None."""
 
 
@@ -105,7 +106,7 @@ def make_module(
 
 
 def forward(
-    stage: Transformer, tokens: Tensor, others: Sequence[Tensor | None], group: ProcessGroup
+    stage: Transformer, tokens: Tensor, others: Sequence[Any], group: ProcessGroup
 ) -> Tensor | None:
     """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None.
 
