@@ -113,6 +113,7 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
     found |= {
         "staging beside a step": (staging, 0.0),
         "nf4": (nf4_product, BF16),
+        **({"mxfp8": (mxfp8_product, BF16)} if has_mxfp8(device) else {}),
         "clip in the update": (clipped_update, FP32),
         "20 steps in fp32": (partial(steps_equal, (), 20), 1e-4),
         "3 steps with experts in fp32": (partial(steps_equal, MOE, 3), 1e-4),
@@ -129,6 +130,7 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
         "update adamw8bit": (partial(updates, "adamw8bit"), 5e-2),
         "update in bf16": (partial(updates, "adamw", dtype=torch.bfloat16), 5e-2),
         "fused loss": (partial(loss, fused=on_gpu), BF16),
+        **({"compiled mxfp8": (partial(mxfp8_product, compiled=on_gpu), BF16)} if has_mxfp8(device) else {}),
         "compiled experts": (partial(steps_equal, MOE, 3, compiled=on_gpu), 1e-4),
         "compiled experts in bf16": (
             partial(steps_equal, (*MOE, "precision=bf16"), 3, compiled=on_gpu), BF16),
@@ -267,6 +269,25 @@ def nf4_product(device: torch.device) -> float:
     unpacked = low_bits.to_nf4(weight)
     expected = x.double() @ unpacked.to(torch.bfloat16).double().T
     return difference([F.linear(x.to(device), packed)], [expected])
+
+
+def has_mxfp8(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 10
+
+
+def mxfp8_product(device: torch.device, compiled: bool = False) -> float:
+    """Compare the result and the gradients of a layer in MXFP8 with torchao's emulation on the CPU."""
+    results = []
+    for where in (device, CPU):
+        layer = nn.Linear(256, 384, bias=False, dtype=torch.bfloat16)
+        layer.weight.data = noise(1, 384, 256).bfloat16()
+        low_bits.to_mxfp8([layer.to(where)], emulate=where == CPU)
+        act: Any = torch.compile(layer) if compiled and where == device else layer
+        x = noise(2, 2, 64, 256).to(where, torch.bfloat16).requires_grad_()
+        out = act(x)
+        grad = noise(3, 2, 64, 384).to(where, torch.bfloat16)
+        results.append([out, *torch.autograd.grad(out, [x, layer.weight], grad)])
+    return difference(*results)
 
 
 def loss(device: torch.device, fused: bool) -> float:

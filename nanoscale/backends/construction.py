@@ -29,7 +29,8 @@ def build_stages(
         # Adapters are attached later, in the dtype of trained weights.
         stage.to(compute_dtype if config.lora.rank else TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:
-            low_bits.use_float8(stage, config.precision.fp8_recipe, config.parallel.tp)
+            emulate = device.type == "cpu"
+            low_bits.use_float8(stage, config.precision.fp8_recipe, config.parallel.tp, emulate)
         if config.lora.base == "nf4":
             low_bits.prepare_nf4(stage)
         parallelize(stage, config, layout)

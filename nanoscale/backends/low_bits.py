@@ -5,14 +5,16 @@
 | tensorwise | one per matrix, or per rank's shard of it | forward e4m3, gradients e5m2 | in 8 bits |
 | rowwise | one per row, powers of two | e4m3 | in 8 bits |
 | rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
+| mxfp8 | one per 32 numbers that a product sums, powers of two | e4m3 | in 8 bits |
 
-An outlier affects the scale of its row only, not the matrix's, so each recipe is more accurate than the
-previous one, and slower. With tensor parallelism a rank scales its shards: one process computes the same
-products of whole rows, and shards of rows have finer scales. Sums over ranks are in the compute dtype.
+An outlier affects the scale of its row only, not the matrix's, so each row-wise recipe is more accurate than
+the one before, and slower. GPUs of compute capability 10 apply the scales of mxfp8 within the product. With
+tensor parallelism a rank scales its shards: one process computes the same products of whole rows, and shards of
+rows have finer scales. Sums over ranks are in the compute dtype.
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
-recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute capability 8.9 and every size
-of a product a multiple of 16.
+first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8. Weights, optimizer and communication keep their
+dtypes. GPUs need compute capability 8.9 and every size of a product a multiple of 16; mxfp8 needs 10 and 32.
 
 Weights in 4 bits are torchao's NF4Tensor (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3). A product
 dequantizes its weights, in the forward and in the backward pass, and keeps no copy of them. It computes with
@@ -43,7 +45,6 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
     silence_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     sizes: dict[int, parameters.Shape] = {}
     for number, block in model.layers.items():
         table = parameters.block(model.shape.of_layer(int(number)))
@@ -51,17 +52,35 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
             if isinstance(module, nn.Linear):
                 sizes[id(module)] = table[f"{name}.weight"].local(tp)
     chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
+    if recipe == "mxfp8":
+        to_mxfp8([it for it in model.layers.modules() if id(it) in chosen_ids], emulate)
+        return
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(
         model.layers, config=config, module_filter_fn=lambda layer, _: id(layer) in chosen_ids
     )
+
+
+def to_mxfp8(layers: list[Any], emulate: bool) -> None:
+    """Let linear layers multiply in MXFP8, in place."""
+    silence_torchao()
+    from torchao.prototype.moe_training import mxfp8_linear
+
+    for layer in layers:
+        layer.__class__ = mxfp8_linear.MXFP8Linear
+        choices = mxfp8_linear.KernelPreference
+        layer.kernel_preference = choices.EMULATED if emulate else choices.AUTO
+        layer.scale_calculation_mode = mxfp8_linear.ScaleCalculationMode.RCEIL
+        layer.wgrad_with_hp = False
 
 
 def is_faster(recipe: str, outputs: int, inputs: int) -> bool:
     """True if products with a matrix `[outputs, inputs]` are faster in 8 bits than in bf16, casts included.
 
     Source: torchao's measurements on an H100 with 16,384 tokens (README of `torchao.float8`, "Performance").
+    The bounds of mxfp8 are assumed: its products have the speed of tensor-wise ones.
     """
-    if recipe == "tensorwise":
+    if recipe in ("tensorwise", "mxfp8"):
         return outputs > 1024 or inputs > 4096
     return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
 

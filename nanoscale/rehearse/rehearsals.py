@@ -51,6 +51,10 @@ def why_unplayable(config: ResolvedConfig) -> Violation | None:
     if config.lora.base == "nf4":
         message = "keeps weights in tensors of torchao, which are not rehearsed"
         return Violation("lora.base", "nf4", "", message, ("lora.base=whole",))
+    if config.precision.fp8 and config.precision.fp8_recipe == "mxfp8":
+        message = "casts in kernels of torchao that exist on GPUs alone, so it is not rehearsed"
+        usual = "precision.fp8_recipe=tensorwise"
+        return Violation("precision.fp8_recipe", "mxfp8", "", message, (usual,))
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"

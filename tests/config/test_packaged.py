@@ -55,7 +55,7 @@ NEEDS = {
     ("zero", "stage3-offload"): ["backend=deepspeed"],
 }
 """The overrides without which an option makes no sense."""
-ON = {("precision", "fp8"): GPUS}
+ON = {("precision", "fp8"): GPUS, ("precision", "mxfp8"): Devices("cuda", 8, ("NVIDIA B200",))}
 """The devices that an option needs, if a CPU does not suffice."""
 
 

@@ -210,6 +210,9 @@ LAWS = [
     (["precision=fp8", "parallel.tp=2", "model.ffn=176"], gpus(2), "precision.fp8"),
     (["precision=fp8", "parallel.tp=2", "parallel.tp_overlap=true"], gpus(2), "parallel.tp_overlap"),
     (["precision=fp8", "model.ffn=100"], gpus(1), "precision.fp8"),
+    (["precision=mxfp8", "model.ffn=144"], Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8"),
+    (["precision=mxfp8"], gpus(1), "precision.fp8_recipe"),
+    (["precision=mxfp8", "cluster=h200"], Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8_recipe"),
     (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),
     (["optimizer=lion", "precision=bf16-pure"], CPU, "optimizer.name"),
     (["optimizer=schedule-free", "optimizer.ema_decay=0.9"], CPU, "optimizer.ema_decay"),
@@ -650,6 +653,24 @@ def test_gpus_with_8_bit_products():
     ):
         (weak,) = violations("precision=fp8", on=Devices("cuda", 1, (name,)))
         assert name in weak.message
+
+
+def test_gpus_with_mxfp8():
+    for name in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA GB300"):
+        assert checked("precision=mxfp8", on=Devices("cuda", 1, (name,))).precision.fp8
+    described = ("cluster=b200", "cluster.device=ours")
+    assert checked("precision=mxfp8", *described, on=gpus(1)).precision.fp8
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 5090", "AMD Instinct MI355X"):
+        (weak,) = violations("precision=mxfp8", on=Devices("cuda", 1, (name,)))
+        assert name in weak.message and weak.key == "precision.fp8_recipe"
+        assert "precision.fp8_recipe=tensorwise" in weak.suggestions
+
+
+def test_mxfp8_needs_a_new_torchao(monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.numbers.version", lambda _: "0.17.0")
+    (old,) = violations("precision=mxfp8", on=Devices("cuda", 1, ("NVIDIA B200",)))
+    assert "0.18" in old.message
+    assert checked("precision=fp8", on=gpus(1)).precision.fp8
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from nanoscale.common.units import counted, listed
 from nanoscale.config.layout import SPLIT_BACKWARD
 from nanoscale.config.model_math import experts
+from nanoscale.config.rules.numbers import fp8_tile
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Model
 
@@ -93,9 +94,8 @@ def _undivided_heads(config: Config) -> str:
 
 # --- the sequence ---------------------------------------------------------------------------------
 
-_TILE, _ROW = 16, 64
-"""Tokens of which a rank's part of a cut row, and a cut row, are multiples: products in fp8 need the former,
-and few lengths mean few compilations."""
+_ROW = 64
+"""Tokens of which a cut row is a multiple: few lengths mean few compilations."""
 
 
 def _shares(config: Config) -> int:
@@ -123,7 +123,7 @@ def row_step(config: Config) -> int | None:
     is_padded = train.is_of_answers or train.objective == "classify"
     if not is_padded or layout.pp > 1 or scaling in ("dynamic", "longrope") or counts_all:
         return None
-    return math.lcm(sequence_step(config), _TILE * layout.cp * layout.tp, _ROW)
+    return math.lcm(sequence_step(config), fp8_tile(config) * layout.cp * layout.tp, _ROW)
 
 
 def _undivided_sequence(config: Config) -> str:

@@ -1,8 +1,10 @@
 """Rules of precision, of attention kernels and of the optimizer."""
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from nanoscale.common.units import listed
@@ -19,6 +21,9 @@ _HAS_FP8 = re.compile(
     re.IGNORECASE,
 )
 """Names of GPUs of compute capability 8.9 or newer, or of AMD's with 8-bit products."""
+
+_HAS_MXFP8 = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
+"""Names of GPUs of compute capability 10, for which torchao's kernels of MXFP8 are compiled."""
 
 _BEFORE_AMPERE = re.compile(
     r"\b([VP]100\w*|GV100|[KMP]\d{1,2}[mcX]?|T4G?|T\d{3,4}|TITAN|GTX|Quadro|CMP|RTX 20[5-8]0"
@@ -72,7 +77,13 @@ def device_names(resolution: Resolution) -> tuple[str, ...]:
 _FP8 = {"precision.fp8": True}
 _NO_FP8 = "precision.fp8=false"
 _NEEDS_FP8 = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
+_NEEDS_MXFP8 = "needs GPUs of compute capability 10 (B200, B300, GB200, GB300)"
 _BF16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
+
+
+def fp8_tile(config: Config) -> int:
+    """Return the number of which the sizes of products in 8 bits are multiples."""
+    return 32 if config.precision.fp8_recipe == "mxfp8" else 16
 
 
 def _odd_sizes(config: Config) -> list[str]:
@@ -93,19 +104,20 @@ def _odd_sizes(config: Config) -> list[str]:
             "model.rope_head_dim": model.rope_head_dim,
             f"the values of all heads{of_rank}": model.heads * model.value_width // tp,
         }
-    return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
+    return [f"{name} = {size}" for name, size in sizes.items() if size % fp8_tile(config)]
 
 
 RULES = of_kind("config",
     Rule("precision.fp8",
         (
-            *("precision.fp8", "parallel.tp", "parallel.cp", "train.seq_len"),
+            *("precision.fp8", "precision.fp8_recipe", "parallel.tp", "parallel.cp", "train.seq_len"),
             *("model.hidden", "model.ffn"),
             *(f"model.{name}" for name in ("heads", "kv_heads", "head_dim", "v_head_dim")),
             *("model.q_rank", "model.kv_rank", "model.rope_head_dim"),
         ), lambda config: not (config.precision.fp8 and _odd_sizes(config)),
         lambda config: (
-            f"multiplies in tiles of 16, and {listed(_odd_sizes(config))} are not multiples of 16"
+            f"multiplies in {'blocks' if fp8_tile(config) == 32 else 'tiles'} of {fp8_tile(config)}, and "
+            f"{listed(_odd_sizes(config))} are not multiples of {fp8_tile(config)}"
         ), (_NO_FP8,)),
 )  # fmt: skip
 _TYPES = ("precision.params", "precision.compute", "precision.reduce")
@@ -168,7 +180,22 @@ def check_fp8(resolution: Resolution) -> None:
     if weak and resolution.config.launcher.device == "cuda" and not resolution.remote:
         message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
         resolution.refuse("precision.fp8", message, _NO_FP8)
+    elif resolution.config.precision.fp8_recipe == "mxfp8":
+        _check_mxfp8(resolution)
     resolution.require_for_ranks("precision.fp8", "torchao", _NO_FP8)
+
+
+def _check_mxfp8(resolution: Resolution) -> None:
+    cluster, usual = resolution.config.cluster, "precision.fp8_recipe=tensorwise"
+    weak = sorted({name for name in device_names(resolution) if not _HAS_MXFP8.search(name)})
+    is_described = cluster.device is not None and int(cluster.compute_capability or 0) == 10
+    if weak and not is_described and resolution.config.launcher.device == "cuda":
+        message = f"{_NEEDS_MXFP8}, which {listed(weak)} has not"
+        resolution.refuse("precision.fp8_recipe", message, usual, "precision=bf16")
+    with suppress(PackageNotFoundError):
+        if resolution.same_python and version("torchao") < "0.18":
+            message = f"needs torchao 0.18 or newer, and this is {version('torchao')}"
+            resolution.refuse("precision.fp8_recipe", message, usual)
 
 
 # --- attention kernels ----------------------------------------------------------------------------

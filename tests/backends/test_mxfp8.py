@@ -1,0 +1,150 @@
+"""Products in MXFP8, computed on the CPU as torchao emulates them: numbers of a layer, and layouts of a job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanoscale.backends import low_bits
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
+from nanoscale.models.transformer import Transformer
+from tests.support.layouts import Row, record_all, row_config
+from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
+from tests.support.token_files import write_indexed
+
+mxfp8_linear = pytest.importorskip(
+    "torchao.prototype.moe_training.mxfp8_linear", reason="pip install 'torchao>=0.18'"
+)
+
+BLOCK, LARGEST = 32, 448
+"""Numbers with one scale, and e4m3's largest number."""
+SEQ = 64
+SHAPE = Model(
+    layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=96, max_seq_len=SEQ,
+    init_std=0.2,
+)  # fmt: skip
+
+
+def in_mxfp8(x: Tensor) -> Tensor:
+    """Round the rows of `x` to MXFP8, in fp64: the smallest power of two with which no number is too large."""
+    blocks = x.double().unflatten(-1, (-1, BLOCK))
+    scales = 2.0 ** (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil()
+    return ((blocks / scales).float().to(torch.float8_e4m3fn).double() * scales).flatten(-2)
+
+
+def converted(outputs: int, inputs: int) -> Any:
+    shape = replace(SHAPE, layers=1, hidden=inputs, ffn=outputs)
+    model = Transformer(shape)
+    low_bits.use_float8(model, "mxfp8", emulate=True)
+    return model.layers["0"].get_submodule("mlp.gate").bfloat16()
+
+
+def test_the_three_products_of_a_layer_round_what_they_sum() -> None:
+    layer = converted(96, 64)
+    assert type(layer) is mxfp8_linear.MXFP8Linear
+    dice = torch.Generator().manual_seed(1)
+    layer.weight.data = torch.randn(96, 64, generator=dice).bfloat16()
+    x = torch.randn(2, SEQ, 64, generator=dice).bfloat16()
+    x[0, 0, 0] = 300.0  # an outlier costs the numbers of its block
+    x.requires_grad_()
+    grad = (1e-4 * torch.randn(2, SEQ, 96, generator=dice)).bfloat16()
+    out = layer(x)
+    found = [out, *torch.autograd.grad(out, [x, layer.weight], grad)]
+    rows, rows_of_grad = x.detach().flatten(0, 1), grad.flatten(0, 1)
+    weight = layer.weight.detach()
+
+    def products(rounded: Any) -> list[Tensor]:
+        return [
+            rounded(rows) @ rounded(weight).T,
+            rounded(rows_of_grad) @ rounded(weight.T).T,
+            rounded(rows_of_grad.T) @ rounded(rows.T).T,
+        ]
+
+    for one, expected, exact in zip(
+        found, products(in_mxfp8), products(torch.Tensor.double), strict=True
+    ):
+        assert difference(one.view(expected.shape), expected) < 2**-8  # of the result, in bf16
+        assert 0.01 < difference(one.view(exact.shape), exact) < 2**-4
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_names_and_head_stay(biased: bool) -> None:
+    with torch.device("meta"):
+        model, plain = (Transformer(replace(SHAPE, bias=biased)) for _ in range(2))
+    low_bits.use_float8(model, "mxfp8", emulate=True)
+    of = [name for name, it in model.named_modules() if isinstance(it, mxfp8_linear.MXFP8Linear)]
+    assert len(of) == 7 * SHAPE.layers and all(name.startswith("layers.") for name in of)
+    shapes = ({name: it.shape for name, it in m.named_parameters()} for m in (model, plain))
+    assert next(shapes) == next(shapes)
+
+
+def test_small_matrices_stay_in_16_bits() -> None:
+    """The matrices are Llama 3.2 1B's."""
+    with torch.device("meta"):
+        model = Transformer(
+            replace(SHAPE, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192)
+        )
+    low_bits.use_float8(model, "mxfp8")
+    kept = [name for name, it in model.layers["0"].named_modules() if type(it) is nn.Linear]
+    assert kept == ["attention.wk", "attention.wv"]
+
+
+def job(folder: Path, stage: int = 0, micro_batch: int = 2, recipe: str | None = "mxfp8",
+        shape: Model = SHAPE, **degrees: Any) -> ResolvedConfig:  # fmt: skip
+    row = Row("", degrees, stage, micro_batch, shape)
+    config = row_config(folder, row, "bf16", steps=4)
+    narrow = replace(config.precision, fp8=recipe is not None, fp8_recipe=recipe or "tensorwise")
+    train, optimizer = replace(config.train, seq_len=SEQ), replace(config.optimizer, lr=1e-3)
+    return replace(config, precision=narrow, train=train, optimizer=optimizer)
+
+
+def losses(rank: int, config: ResolvedConfig) -> list[float]:
+    return [record["loss"] for record in record_all(rank, config)]
+
+
+def write_tokens(folder: Path) -> None:
+    dice = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, SHAPE.vocab, (8 * SEQ + 1,), generator=dice)
+    write_indexed(folder / "tokens", [tokens.numpy()])
+
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "usual": [{"dp": 2, "stage": 3}, {"tp": 2}, {"cp": 2}, {"pp": 2}],
+    "others": [
+        {"dp": 2},
+        {"dp": 2, "stage": 1},
+        {"dp": 2, "stage": 2, "activation_checkpointing": "full"},
+        {"dp": 2, "stage": 3, "activation_checkpointing": "selective"},
+        {"tp": 2, "sequence_parallel": False},
+        {"cp": 2, "cp_method": "ulysses"},
+        {"pp": 2, "schedule": "zero-bubble", "virtual_stages": 2, "micro_batch": 1},
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", usual_rows(LAYOUTS, ["usual"]))
+def test_layouts_train_the_same(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    """The losses of one process, which are not those in bf16."""
+    write_tokens(tmp_path)
+    deep = {"shape": replace(SHAPE, layers=4)}
+    wide, alone = (losses(0, job(tmp_path, recipe=it, **deep)) for it in (None, "mxfp8"))
+    for found in run_ranks(all_losses, 2, [job(tmp_path, **deep, **row) for row in rows])[0]:
+        assert found == pytest.approx(alone, rel=0.02)
+        assert found != wide
+    assert alone != wide and alone == pytest.approx(wide, rel=0.1)
+
+
+def all_losses(rank: int, configs: list[ResolvedConfig]) -> list[list[float]]:
+    return [losses(rank, config) for config in configs]
