@@ -20,8 +20,7 @@ from nanoscale.checkpoint.hf.adapters import merging
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.hf.any_model import sizes
-from nanoscale.config.hf.families import FAMILIES as SUPPORTED
-from nanoscale.config.hf.families import UnsupportedError
+from nanoscale.config.hf.families import UnsupportedError, families
 from nanoscale.config.hf.safetensors_headers import BadFileError, read_folder
 from nanoscale.config.hf.shape import read_shape, write_shape
 from nanoscale.config.hf.text_part import HEAD, text_config
@@ -328,7 +327,7 @@ def test_a_window_is_kept(tmp_path: Path) -> None:
     assert read_shape(tmp_path / "all").sliding_window is None
 
 
-@pytest.mark.parametrize("family", sorted(SUPPORTED))
+@pytest.mark.parametrize("family", sorted(families()))
 def test_missing_settings_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     whole = CONFIG_MAPPING[family]().to_dict() | {"norm_topk_prob": True}
     needed = {"model_type", "norm_topk_prob", "vocab_size", "rope_parameters", "hidden_size"}

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nanoscale.config.hf.families import FAMILIES, Json, UnsupportedError
+from nanoscale.config.hf.families import Json, UnsupportedError, families
 from nanoscale.config.hf.shape import shape_of
 from nanoscale.config.model_math import experts, parameters
 from nanoscale.config.resolved import ResolvedConfig
@@ -56,7 +56,7 @@ def _kinds(document: Json) -> list[str]:
 
 
 def _equivalent(model: Model) -> Model:
-    if model.hf_config.get("model_type") in FAMILIES:
+    if model.hf_config.get("model_type") in families():
         with suppress(UnsupportedError):
             return replace(shape_of(model.hf_config), name=model.name)
     whole = _like(model)

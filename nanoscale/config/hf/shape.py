@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config.hf.families import FAMILIES, Family, HFKey, HFOnly, Json, UnsupportedError
+from nanoscale.config.hf.families import Family, HFKey, HFOnly, Json, UnsupportedError, families
 from nanoscale.config.hf.quantized_files import METHODS
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal
 from nanoscale.config.hf.text_part import HEAD, read_config, read_tensors
@@ -61,11 +61,11 @@ def shape_of(document: Json) -> Model:
         UnsupportedError: it describes something other than our families.
     """
     family = document.get("model_type")
-    if family not in FAMILIES:
-        families = ", ".join(FAMILIES)
-        raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
+    if family not in families():
+        names = ", ".join(families())
+        raise UnsupportedError(f"model_type={shown(family)} is not one of the families {names}")
     _require_readable(document)
-    values = _read(FAMILIES[family], document)
+    values = _read(families()[family], document)
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
         wrong = "; ".join(f"{it.key}={shown(it.value)} {it.message}" for it in violations)
@@ -239,7 +239,7 @@ def write_shape(model: Model) -> Json:
 
 
 def _write(name: str, model: Model) -> Json:
-    family, values = FAMILIES[name], asdict(model)
+    family, values = families()[name], asdict(model)
     values |= {"kv_heads": model.kv_head_count, "head_dim": model.head_width}
     values["attention_scale"] = model.attention_scale or model.head_width**-0.5
     document: Json = {"model_type": name, "architectures": [family.architecture]}
@@ -275,7 +275,7 @@ def family_of(model: Model) -> str:
     Raises:
         UnsupportedError: there is none; the text names what the nearest one lacks.
     """
-    differences = {name: _differences(name, model) for name in FAMILIES}
+    differences = {name: _differences(name, model) for name in families()}
     family, differing = min(
         differences.items(), key=lambda item: ("position" in item[1], len(item[1]))
     )
@@ -288,7 +288,7 @@ def family_of(model: Model) -> str:
 def _differences(name: str, model: Model) -> list[str]:
     """Return the keys of a shape that config.json of a family cannot express."""
     try:
-        stored = _shape_keys(asdict(Model()) | _read(FAMILIES[name], _write(name, model)))
+        stored = _shape_keys(asdict(Model()) | _read(families()[name], _write(name, model)))
     except UnsupportedError:
         return ["hidden", "heads", "head_dim"]
     wanted = _shape_keys(asdict(model))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanoscale.common.errors import reason
 from nanoscale.common.json_text import parse
-from nanoscale.config.hf.families import FAMILIES, HFKey, Json, UnsupportedError
+from nanoscale.config.hf.families import HFKey, Json, UnsupportedError, families
 from nanoscale.config.hf.quantized_files import joined
 from nanoscale.config.hf.safetensors_headers import Stored, read_folder
 
@@ -53,7 +53,7 @@ def text_config(document: Json) -> Json:
     text = document.get(TEXT)
     if not isinstance(text, dict):
         return document
-    family = FAMILIES.get(str(text.get("model_type")))
+    family = families().get(str(text.get("model_type")))
     usual = {
         name: setting.usual
         for name, setting in (family.settings if family else {}).items()

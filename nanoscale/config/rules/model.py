@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from nanoscale.common.units import listed
 from nanoscale.config.hf import peft
-from nanoscale.config.hf.families import FAMILIES
+from nanoscale.config.hf.families import families
 from nanoscale.config.hf.pretrained import absolute_name
 from nanoscale.config.model_math import FEED_FORWARD, adaptable_layers
 from nanoscale.config.objectives import made_for
@@ -252,7 +252,7 @@ def _of_others(why: str) -> Callable[[Config], str]:
             return f"{why}, and those of model=hooks are your own"
         family = config.model.hf_config["model_type"]
         own = f"; nanoscale's own transformer supports it for {family}: use model.init_from instead of model=hf"
-        return f"{why}, and those of model=hf belong to transformers{own if family in FAMILIES else ''}"
+        return f"{why}, and those of model=hf belong to transformers{own if family in families() else ''}"
 
     return message
 
