@@ -18,7 +18,7 @@ from nanoscale.config.values.equivalents import Equivalent, equivalent
 from nanoscale.config.values.other_trainers import kinds
 from nanoscale.config.values.yaml_file import to_yaml
 from nanoscale.config.violations import shown
-from nanoscale.runs.metrics import METRICS
+from nanoscale.runs.metrics import known_metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Configuration reference
@@ -174,7 +174,7 @@ def render_index() -> str:
 
 def render_metrics() -> str:
     """Return the page on the run directory with the table of all metrics."""
-    rows = "".join(f"| `{name}` | {it.meaning} |\n" for name, it in METRICS.items())
+    rows = "".join(f"| `{name}` | {it.meaning} |\n" for name, it in known_metrics().items())
     text = (DOCS / "run-directory.md").read_text(encoding="utf-8")
     return re.sub(r"(## Metrics\n.*?\n\|---\|---\|\n)(\|.*?\n)+", rf"\1{rows}", text, flags=re.S)
 

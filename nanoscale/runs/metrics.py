@@ -4,8 +4,11 @@ Predictions are compared with the steady steps, after the warm-up.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from statistics import median
 
+from nanoscale.config.values import yaml_file
 from nanoscale.runs import events, jsonlines, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, fits_type
@@ -32,57 +35,20 @@ class Metric:
     """The vertical axis of its chart: logarithmic, from zero, or by the values."""
 
 
-_CLASSES = "with `train.objective=classify`: see [methods.md](methods.md#classification)"
-_ANSWERS = "with an objective of answers: see [methods.md](methods.md#preferences)"
-METRICS = {
-    "step": Metric("optimizer step"),
-    "time": Metric("UNIX time in seconds"),
-    "loss": Metric("mean over the predicted tokens of the global batch", "loss", "{:.4f}", chart="loss"),
-    "lr": Metric("learning rate", "lr", "{:.2e}", chart="learning rate", scale="from zero"),
-    "grad_norm": Metric("norm of the gradients before clipping", "grad norm", "{:.3f}",
-        chart="gradient norm", scale="logarithmic"),
-    "tokens": Metric("tokens consumed so far"),
-    "tokens_per_s": Metric("tokens per second, all ranks together", "tokens/s", "{:,.0f}", rises=True,
-        chart="tokens/s", scale="from zero"),
-    "samples_per_s": Metric("samples per second, all ranks together", "samples/s", "{:,.4g}", rises=True),
-    "mfu": Metric("model FLOPs utilization; null if the device's peak is unknown. Set `cluster.peak_tflops`, "
-        "or describe the device, as in `cluster=h100-sxm`", "MFU", "{:.1%}", null="", rises=True),
-    "hfu": Metric("the same with the recomputed operations of activation checkpointing, by the plan; null if "
-        "`mfu` or the plan is unknown", "HFU", "{:.1%}", null="", rises=True),
-    "memory_gib": Metric("peak allocated memory on a GPU, peak resident memory on a CPU; the largest over the "
-        "ranks", "memory", "GiB"),
-    "step_time_s": Metric("time of a step", "step time", "s"),
-    "data_wait": Metric("share of the time in which the training waited for texts that are prepared beside it",
-        "waits for data", "{:.0%}"),
-    "eval_time_s": Metric("on steps with an evaluation: seconds that it took"),
-    "goodput": Metric("share of the run's time, from its first attempt's beginning, in which steps of its "
-        "history were trained: see [run-directory.md](run-directory.md#goodput)", rises=True),
-    "gpu_utilization": Metric("where NVML answers: percent of time, the mean over the ranks' GPUs", "GPU",
-        "{:.0f}%"),
-    "gpu_power_w": Metric("the mean power of the ranks' GPUs", "GPU", "{:,.0f} W"),
-    "gpu_temperature_c": Metric("the temperature of the hottest GPU", "GPU", "{:.0f} °C"),
-    "gpu_clock_mhz": Metric("the slowest SM clock", "GPU", "{:,.0f} MHz"),
-    "gpu_memory_gib": Metric("the most memory in use on a GPU, by any process"),
-    "gpus_slowed": Metric("GPUs whose clock is lowered by heat, the hardware or the power supply", "GPU",
-        "{:.0f} slowed down"),
-    "loss_scale": Metric("factor of the loss, with fp16", "loss scale", "{:g}"),
-    "skipped_steps": Metric("skipped steps so far: their gradients were not finite", "skipped", "steps"),
-    "moe_imbalance": Metric("with experts: the largest load of an expert over the mean load, in the layer "
-        "where this is largest", "expert imbalance", "{:.2f}"),
-    "attention_score": Metric("with `optimizer.qk_clip`: the largest score of attention in the last step"),
-    "preferred": Metric(_ANSWERS, "preferred", "{:.1%}", rises=True),
-    "margin": Metric(_ANSWERS, rises=True),
-    "accuracy": Metric(_CLASSES, "accuracy", "{:.1%}", rises=True),
-    "eval_loss": Metric("on steps with an evaluation", "eval loss", "{:.4f}", chart="loss"),
-    "eval_preferred": Metric(_ANSWERS, "eval preferred", "{:.1%}", rises=True),
-    "eval_margin": Metric(_ANSWERS, rises=True),
-    "eval_accuracy": Metric(_CLASSES, "eval accuracy", "{:.1%}", rises=True),
-}  # fmt: skip
-"""The metrics by name; evaluations of several data sets add `eval_loss/NAME`, and evaluations of tasks
-`eval_tasks/TASK/METRIC`."""
-RISING = frozenset(name for name, metric in METRICS.items() if metric.rises)
 WARM_UP = 3
 """Steps after each start that do not count: memory is allocated, code compiled, files are read first."""
+
+
+@cache
+def known_metrics() -> dict[str, Metric]:
+    """Return the metrics by name: the rows of `metrics.yaml`."""
+    rows = yaml_file.read(Path(__file__).with_suffix(".yaml")).content
+    return {name: Metric(**row) for name, row in rows.items()}
+
+
+def rises(name: str) -> bool:
+    """True if a metric is better if higher."""
+    return name in known_metrics() and known_metrics()[name].rises
 
 
 def read(run: RunDirectory) -> list[Object]:

@@ -58,8 +58,10 @@ def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
         return replace(settings, metric="eval_loss" if is_evaluated else "loss")
     group, _, data_set = settings.metric.partition("/")
     sources = ("--metric", settings.metric, COMMAND_LINE)
-    if settings.metric not in metrics.METRICS and not (group == "eval_loss" and data_set):
-        advice = tuple(f"--metric {name}" for name in nearest(settings.metric, metrics.METRICS))
+    if settings.metric not in metrics.known_metrics() and not (group == "eval_loss" and data_set):
+        advice = tuple(
+            f"--metric {name}" for name in nearest(settings.metric, metrics.known_metrics())
+        )
         refuse([Violation(*sources, "unknown metric of metrics.jsonl", advice)], kind="usage")
     if settings.sampler != "grid" and group.startswith("eval_") and not is_evaluated:
         every = max(1, min(train.steps for train in trains) // 10)
@@ -96,7 +98,7 @@ class Study:
                 storage=f"sqlite:///{sweep.storage}",
                 study_name=sweep.name,
                 load_if_exists=True,
-                direction="maximize" if settings.metric in metrics.RISING else "minimize",
+                direction="maximize" if metrics.rises(settings.metric) else "minimize",
                 pruner=pruners[settings.pruner],
             )
         except Exception as error:  # SQLAlchemy's errors, which optuna does not wrap

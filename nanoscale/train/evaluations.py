@@ -30,7 +30,7 @@ from nanoscale.generate.harness import Answers, Scored, ScoringBatch, evaluate_t
 from nanoscale.generate.weights import Opened
 from nanoscale.models.kv_cache import without_cudnn_attention
 from nanoscale.parallel import process_group
-from nanoscale.runs.metrics import RISING
+from nanoscale.runs.metrics import known_metrics
 
 TEMPERATURE = 0.7
 
@@ -238,7 +238,7 @@ class Evaluator:
         """Find the tokenizer of the tasks, if there are any. Raises a UserError if none is known."""
         self._engine, self._splits = engine, splits
         self._tasks = TaskScores(engine, engine.config) if engine.config.train.eval_tasks else None
-        self.rising = set(RISING)
+        self.rising = {name for name, metric in known_metrics().items() if metric.rises}
         """The names of metrics that are better if higher."""
 
     def evaluate(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nanoscale.metrics.health import Health
-from nanoscale.runs.metrics import METRICS
+from nanoscale.runs.metrics import known_metrics
 from nanoscale.view.run.live import figures
 from tests.support.fake_nvml import build_fake_nvml, fake_environment
 
@@ -54,7 +54,7 @@ def test_the_figures_of_healthy_gpus(library: Path) -> None:
         "gpu_memory_gib": 70.0,
         "gpus_slowed": 0.0,
     }
-    assert metrics.keys() <= METRICS.keys() and first == []
+    assert metrics.keys() <= known_metrics().keys() and first == []
     assert figures(metrics)["GPU"] == "95%, 650 W, 61 °C, 1,980 MHz"
 
 

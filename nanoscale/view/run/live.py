@@ -200,7 +200,7 @@ def figures(record: Object) -> dict[str, str]:
     hidden = {"hfu"} if record.get("hfu") == record.get("mfu") else set()
     hidden |= set() if record.get("gpus_slowed") else {"gpus_slowed"}
     texts: dict[str, str] = {}
-    for name, metric in metrics.METRICS.items():
+    for name, metric in metrics.known_metrics().items():
         if not metric.label or name not in record or name in hidden:
             continue
         text = metric.null if record[name] is None else _formatted(record[name], metric.form)

@@ -15,7 +15,7 @@ from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.goodput import NAMES, goodput
 from nanoscale.runs.jsonlines import Object
-from nanoscale.runs.metrics import METRICS, Steady, steady
+from nanoscale.runs.metrics import Steady, known_metrics, steady
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, page, table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
@@ -58,7 +58,9 @@ def document(run: RunDirectory) -> Document:
         "goodput": known.document() if (known := goodput(run)) else None,
         "noticed": [event for event in happened if event.get("kind") in _NOTICED],
         "checkpoints": _checkpoints(run, happened),
-        "curves": {name: thinned(curve(records, name)) for name, it in METRICS.items() if it.chart},
+        "curves": {
+            name: thinned(curve(records, name)) for name, it in known_metrics().items() if it.chart
+        },
     }
 
 
@@ -263,13 +265,13 @@ def _charts(about: Document) -> Iterator[str]:
     starts = [attempt["after_step"] for attempt in about["attempts"] if attempt["after_step"]]
     planned = next((row for row in about["against_plan"] if row["what"] == "tokens/s"), None)
     level = ("predicted", planned["predicted"], about["planned_after"]) if planned else None
-    for title in dict.fromkeys(METRICS[name].chart for name in about["curves"]):
-        names = [name for name in about["curves"] if METRICS[name].chart == title]
+    for title in dict.fromkeys(known_metrics()[name].chart for name in about["curves"]):
+        names = [name for name in about["curves"] if known_metrics()[name].chart == title]
         known = {name: points for name in names if (points := about["curves"][name])}
         series = [
             ("evaluation" if it.startswith("eval_") else "training", known[it]) for it in known
         ]
-        scale = METRICS[names[0]].scale
+        scale = known_metrics()[names[0]].scale
         yield curves(
             title,
             series if len(series) > 1 else [("", points) for _, points in series],
@@ -283,7 +285,7 @@ def _charts(about: Document) -> Iterator[str]:
 def _curve_lines(about: Document, width: int) -> str:
     columns = max(20, min(width, 100) - 40)
     lines = [
-        curve_line(METRICS[name].label, points, columns)
+        curve_line(known_metrics()[name].label, points, columns)
         for name, points in about["curves"].items()
         if points
     ]

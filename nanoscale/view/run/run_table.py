@@ -93,7 +93,7 @@ def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> 
         UserError: nothing has this name, or several keys have it.
     """
     keys = reference.declared()
-    if name in (*STATES, *metrics.METRICS) or name in keys:
+    if name in (*STATES, *metrics.known_metrics()) or name in keys:
         return RunColumn(name, name)
     full = [key for key in keys if key.rpartition(".")[2] == name]
     if len(full) == 1:
@@ -103,7 +103,7 @@ def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> 
     logged = {key for run in runs for key in _last(run)}
     if name not in logged:
         words = {key.rpartition(".")[2] for key in keys}
-        known = dict.fromkeys([*STATES, *metrics.METRICS, *sorted(logged), *keys])
+        known = dict.fromkeys([*STATES, *metrics.known_metrics(), *sorted(logged), *keys])
         near = nearest_key(name, list(dict.fromkeys([*known, *sorted(words)])))
         clear = [it for it in near if it in known]
         what = "is not a metric, a key or a state of runs"

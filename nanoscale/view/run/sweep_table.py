@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from nanoscale.common import display
 from nanoscale.common.units import counted, duration
 from nanoscale.runs import failure
-from nanoscale.runs.metrics import RISING
+from nanoscale.runs.metrics import rises
 from nanoscale.runs.tail import read_end
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from nanoscale.view.blocks import Column, Table, rich_table, show_table, table
@@ -144,7 +144,7 @@ def show_end(
     if found is not None:
         row, metric = found
         name = "evaluation loss" if metric == "eval_loss" else metric
-        best = "highest" if metric in RISING else "lowest"
+        best = "highest" if rises(metric) else "lowest"
         display.note(f"{best} {name}: {row['trial']} with {row[metric]:.4f}")
     for trial in failed[:_SHOWN_LOGS]:
         _show_failure(sweep, trial)
@@ -181,7 +181,7 @@ def best_row(rows: Sequence[Row], metric: str) -> tuple[Row, str] | None:
         completed = (row for row in rows if row["state"] == "completed")
         measured = [row for row in completed if row.get(name) is not None]
         if measured:
-            best = max if name in RISING else min
+            best = max if rises(name) else min
             return best(measured, key=lambda row: float(row[name])), name
     return None
 
