@@ -1,4 +1,4 @@
-"""The tensors of a shape, by our names and by Hugging Face's. Imports no torch.
+"""The tensors of a shape, by our names and by Hugging Face's, as in `names.yaml`. Imports no torch.
 
 | ours | Hugging Face's |
 |---|---|
@@ -15,12 +15,16 @@ Rotary pairs are (i, i + head_dim / 2) on both sides.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from nanoscale.config import parameters
 from nanoscale.config.hf.safetensors_headers import IN_FP32
 from nanoscale.config.hf.text_part import HEAD
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
+from nanoscale.config.values import yaml_file
 
 PREFIXES = ("model.", "transformer.")
 """Prefixes that files written without the head lack."""
@@ -100,10 +104,11 @@ def hf_positions(
     """
     if family == "gpt2":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
-        return _all_positions(model, "transformer.", "h", root, _GPT2)
+        return _all_positions(model, "transformer.", "h", root, _rows(_table(), "gpt2"))
     root = {"embed": "embed_tokens", "norm": "norm"}
-    own = _OWN_NAMES.get(family, {})
-    block = _LLAMA | own | (_MERGED if merged and own is not _GPT_OSS else {})
+    block = _rows(_table(), "llama") | _rows(_table()["families"], family)
+    if merged and family != "gpt_oss":
+        block |= _rows(_table(), "merged")
     if model.q_rank is not None:
         block |= {"attention.wq": TensorPosition("self_attn.q_b_proj")}
     return _all_positions(model, "model.", "layers", root, block)
@@ -125,7 +130,7 @@ def is_merged(names: Iterable[str]) -> bool:
 
     `save_pretrained` separates them, unless it is called with save_original_format=False.
     """
-    return any(name.endswith(_MERGED["mlp.experts.gate"].name) for name in names)
+    return any(name.endswith("mlp.experts.gate_up_proj") for name in names)
 
 
 def is_buffer(name: str) -> bool:
@@ -140,95 +145,21 @@ def is_needless(name: str, model: Model) -> bool:
     return is_buffer(name) or further or (model.tie_embeddings and name == HEAD)
 
 
-_LLAMA = {
-    "attention_norm": TensorPosition("input_layernorm"),
-    "attention.wq": TensorPosition("self_attn.q_proj"),
-    "attention.wk": TensorPosition("self_attn.k_proj"),
-    "attention.wv": TensorPosition("self_attn.v_proj"),
-    "attention.wo": TensorPosition("self_attn.o_proj"),
-    "mlp_norm": TensorPosition("post_attention_layernorm"),
-    "mlp.gate": TensorPosition("mlp.gate_proj"),
-    "mlp.up": TensorPosition("mlp.up_proj"),
-    "mlp.down": TensorPosition("mlp.down_proj"),
-}
-_MIXTRAL = {
-    "mlp.router": TensorPosition("block_sparse_moe.gate"),
-    "mlp.experts.gate": TensorPosition("block_sparse_moe.experts.{expert}.w1.weight"),
-    "mlp.experts.up": TensorPosition("block_sparse_moe.experts.{expert}.w3.weight"),
-    "mlp.experts.down": TensorPosition("block_sparse_moe.experts.{expert}.w2.weight"),
-}
-_KINDS = ("gate", "up", "down")
-_QWEN3_MOE = {"mlp.router": TensorPosition("mlp.gate")} | {
-    f"mlp.experts.{kind}": TensorPosition(f"mlp.experts.{{expert}}.{kind}_proj.weight")
-    for kind in _KINDS
-}
-_GROUPED_EXPERTS = _QWEN3_MOE | {
-    f"mlp.shared.{kind}": TensorPosition(f"mlp.shared_experts.{kind}_proj") for kind in _KINDS
-}
-_LATENTS = {
-    "attention.wq_a": TensorPosition("self_attn.q_a_proj"),
-    "attention.q_norm": TensorPosition("self_attn.q_a_layernorm"),
-    "attention.wkv_a": TensorPosition("self_attn.kv_a_proj_with_mqa"),
-    "attention.kv_norm": TensorPosition("self_attn.kv_a_layernorm"),
-    "attention.wkv_b": TensorPosition("self_attn.kv_b_proj"),
-}
-_QWEN2_MOE = _QWEN3_MOE | {
-    "mlp.shared_gate": TensorPosition("mlp.shared_expert_gate"),
-    **{f"mlp.shared.{kind}": TensorPosition(f"mlp.shared_expert.{kind}_proj") for kind in _KINDS},
-}
-_GATED_EXPERTS = ("mlp.experts.gate", "mlp.experts.up")
-_MERGED = {
-    "mlp.router": TensorPosition("mlp.gate"),
-    **dict.fromkeys(
-        _GATED_EXPERTS, TensorPosition("mlp.experts.gate_up_proj", joined=_GATED_EXPERTS, axis=1)
-    ),
-    "mlp.experts.down": TensorPosition("mlp.experts.down_proj"),
-}
-_TURNS = TensorPosition("mlp.experts.gate_up_proj", True, axis=-1, every=2)
-_BIASES_TAKE_TURNS = TensorPosition("mlp.experts.gate_up_proj_bias", axis=-1, every=2)
-_GPT_OSS = {
-    "attention": TensorPosition("self_attn"),
-    "mlp.router": TensorPosition("mlp.router"),
-    "mlp.experts.gate": _TURNS,
-    "mlp.experts.up": replace(_TURNS, before=1),
-    "mlp.experts.down": TensorPosition("mlp.experts.down_proj", True),
-    "mlp.experts.gate_bias": _BIASES_TAKE_TURNS,
-    "mlp.experts.up_bias": replace(_BIASES_TAKE_TURNS, before=1),
-    "mlp.experts.down_bias": TensorPosition("mlp.experts.down_proj_bias"),
-}
-_QKV = ("attention.wq", "attention.wk", "attention.wv")
-_GATED = ("mlp.gate", "mlp.up")
-_GATE_UP = dict.fromkeys(_GATED, TensorPosition("mlp.gate_up_proj", joined=_GATED))
-_POST_NORMS = {
-    "attention_post_norm": TensorPosition("post_attention_layernorm"),
-    "mlp_norm": TensorPosition("pre_feedforward_layernorm"),
-    "mlp_post_norm": TensorPosition("post_feedforward_layernorm"),
-}
-_OWN_NAMES = {
-    "mixtral": _MIXTRAL,
-    "qwen3_moe": _QWEN3_MOE,
-    "qwen2_moe": _QWEN2_MOE,
-    "glm4_moe": _GROUPED_EXPERTS,
-    "gpt_oss": _GPT_OSS,
-    "deepseek_v3": _GROUPED_EXPERTS | _LATENTS,
-    "phi3": _GATE_UP | dict.fromkeys(_QKV, TensorPosition("self_attn.qkv_proj", joined=_QKV)),
-    "glm": _GATE_UP,
-    "glm4": _GATE_UP
-    | {
-        "attention_post_norm": TensorPosition("post_self_attn_layernorm"),
-        "mlp_post_norm": TensorPosition("post_mlp_layernorm"),
-    },
-    **dict.fromkeys(("olmo2", "olmo3", "gemma2", "gemma3_text"), _POST_NORMS),
-}
-"""The names of a family that are not Llama's, by `model_type`."""
-_GPT2 = {
-    "attention_norm": TensorPosition("ln_1"),
-    **dict.fromkeys(_QKV, TensorPosition("attn.c_attn", True, _QKV, axis=-1)),
-    "attention.wo": TensorPosition("attn.c_proj", True),
-    "mlp_norm": TensorPosition("ln_2"),
-    "mlp.up": TensorPosition("mlp.c_fc", True),
-    "mlp.down": TensorPosition("mlp.c_proj", True),
-}
+@cache
+def _table() -> dict[str, Any]:
+    return yaml_file.read(Path(__file__).with_suffix(".yaml")).content
+
+
+def _rows(table: dict[str, Any], name: str) -> dict[str, TensorPosition]:
+    """Return a part of the table; empty if it has none of this name."""
+    rows = {
+        it: {"name": row} if isinstance(row, str) else row
+        for it, row in table.get(name, {}).items()
+    }
+    return {
+        it: TensorPosition(**row | {"joined": tuple(row.get("joined", ()))})
+        for it, row in rows.items()
+    }
 
 
 def _all_positions(
