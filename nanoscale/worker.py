@@ -5,8 +5,6 @@ LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as set by torchrun, and from th
 NANOSCALE_HOST, and in NANOSCALE_FAILURE_FILE the file for the report of a failure.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -11,8 +11,6 @@ A number, less its `weight_zero_point` if there are any, times its scale is the 
 the scale says "inv".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

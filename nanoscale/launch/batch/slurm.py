@@ -9,7 +9,7 @@ from pathlib import Path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.forms import elastic
-from nanoscale.launch.batch.system import TRAPS, BatchSystem, JobState, query
+from nanoscale.launch.batch.system import SHELL, TRAPS, BatchSystem, JobState, query
 from nanoscale.runs.submission import Submission
 
 _COLUMNS = {
@@ -33,21 +33,7 @@ LISTEN = f"""\
 export NANOSCALE_BATCH=$SLURM_JOB_ID # tells runs that this job forwards signals
 {TRAPS}"""
 
-REQUEUE = """\
-# If SLURM preempts the nodes with a grace time, it signals only the agents.
-preempted() {
-    scontrol show job "$SLURM_JOB_ID" | grep -q '^ *PreemptEligibleTime=.* PreemptTime=[0-9]'
-}
-if [ "$code" = 75 ] && { [ "$heard" = USR1 ] || { [ -z "$heard" ] && preempted; }; }; then
-    if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
-        echo "the job is queued again and will resume the run"
-        scontrol requeue "$SLURM_JOB_ID"
-    else
-        echo "the job was queued again $max_requeues times already; it is not queued again"
-    fi
-fi
-exit "$code"
-"""
+REQUEUE = (SHELL / "requeue.sh").read_text("utf-8")
 
 _SETTINGS = ("partition", "account", "qos", "time", "constraint")
 """Options of sbatch with the name of their key."""

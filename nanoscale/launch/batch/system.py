@@ -25,17 +25,9 @@ _ENDED = (
     "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
 )  # fmt: skip
 
-TRAPS = """\
-heard=
-launcher=
-pass_on() {
-    heard=${heard:-$1}
-    interrupted=yes
-    [ -z "$launcher" ] || kill -s "$1" "$launcher"
-}
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
-"""
+SHELL = Path(__file__).with_name("shell")
+"""The folder of the parts of batch scripts that are the same in all jobs."""
+TRAPS = (SHELL / "traps.sh").read_text("utf-8")
 _LISTEN = """\
 # USR1 comes before the time limit, and `nanoscale runs stop` sends TERM.
 # The launcher saves and stops on either, and ends with code 75, or 130 after `nanoscale runs stop`.

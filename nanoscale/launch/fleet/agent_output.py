@@ -1,7 +1,5 @@
 """Output of agents and of the commands that start them: kept for diagnoses, and written to logs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 

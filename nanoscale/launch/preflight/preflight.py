@@ -1,7 +1,5 @@
 """The comparison of the hosts' facts with the needs of the job."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import re

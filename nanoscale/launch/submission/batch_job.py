@@ -13,7 +13,7 @@ from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
 from nanoscale.launch.batch.jobs import require_inactive
 from nanoscale.launch.batch.slurm import SlurmSystem
-from nanoscale.launch.batch.system import BatchError, BatchSystem
+from nanoscale.launch.batch.system import SHELL, BatchError, BatchSystem
 from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.lifecycle import prepare
 from nanoscale.launch.request import Request
@@ -170,24 +170,7 @@ def refused(error: Exception, system: BatchSystem, composed: Composed | None = N
     return UserError(system.name, f"{system.title} rejected the job: {message}")
 
 
-FOLLOW = """\
-launcher=$!
-if [ "$heard" ]; then
-    sleep 1 # the launcher cannot receive signals before it has started
-    kill -s "$heard" "$launcher"
-fi
-while :; do
-    interrupted=
-    code=0
-    wait "$launcher" || code=$?
-    [ "$interrupted" ] || break
-done
-# A launcher that has not installed its handlers yet is killed by the signal. If bash itself receives
-# the signal at that moment, it has no exit code of its child.
-case "$heard$code" in
-USR1138 | TERM143 | USR1-1 | TERM-1) code=75 ;;
-esac
-"""
+FOLLOW = (SHELL / "follow.sh").read_text("utf-8")
 
 _CHOOSE = """\
 mapfile -t runs < {runs}
