@@ -60,9 +60,11 @@ def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Or
     places = _places(round_length(pp, micro_batches), virtual_stages, total)
     each = [_InRounds(stages, places) for stages in own]
     warmups = [warmup(schedule, pp, virtual_stages, micro_batches, rank) for rank in ranks]
-    if schedule == "zero-bubble":
-        return [list(_deferred(warmups[rank], total, each[rank], rank)) for rank in ranks]
-    return [list(_alternate(warmups[rank], total, each[rank])) for rank in ranks]
+    is_split = schedule == "zero-bubble"
+    return [
+        list(_alternate(warmups[rank], total, each[rank], rank if is_split else None))
+        for rank in ranks
+    ]
 
 
 # --- forward first: gpipe, looped-bfs -------------------------------------------------------------
@@ -120,27 +122,20 @@ def _places(length: int, stages: int, total: int) -> list[tuple[int, int]]:
     return places
 
 
-def _alternate(ahead: int, total: int, rounds: _InRounds) -> Iterator[Action]:
-    """Yield forward passes `ahead` of backward ones until none are left."""
+def _alternate(
+    ahead: int, total: int, rounds: _InRounds, delay: int | None = None
+) -> Iterator[Action]:
+    """Yield forward passes `ahead` of backward ones until none are left. With `delay`, backward passes are
+    split: weights that many passes after inputs."""
     for count in range(ahead):
         yield Action("F", *rounds.forward(count))
     for count in range(total):
         if ahead + count < total:
             yield Action("F", *rounds.forward(ahead + count))
-        yield Action("B", *rounds.backward(count))
-
-
-def _deferred(ahead: int, total: int, rounds: _InRounds, delay: int) -> Iterator[Action]:
-    """Yield the order of `_alternate` with split backward passes: weights `delay` passes after inputs."""
-    for count in range(ahead):
-        yield Action("F", *rounds.forward(count))
-    for count in range(total):
-        if ahead + count < total:
-            yield Action("F", *rounds.forward(ahead + count))
-        yield Action("I", *rounds.backward(count))
-        if count >= delay:
+        yield Action("B" if delay is None else "I", *rounds.backward(count))
+        if delay is not None and count >= delay:
             yield Action("W", *rounds.backward(count - delay))
-    for count in range(max(0, total - delay), total):
+    for count in range(max(0, total - (delay or 0)), total):
         yield Action("W", *rounds.backward(count))
 
 
