@@ -53,11 +53,16 @@ def set_kernels(config: ResolvedConfig) -> None:
 
 
 def kernels_in_use(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:
-    """Return the attention kernel of this rank, and cuDNN's version; None if unknown.
+    """Return the attention kernel of this rank, an installed FlashAttention that is used, and cuDNN's version;
+    None if unknown or none.
 
     PyTorch's own choice is determined with a sample of the blocks' shape.
     """
-    return {"attention": _attention_kernel(config, device), "cudnn": torch.backends.cudnn.version()}
+    return {
+        "attention": _attention_kernel(config, device),
+        "flash": torch.nn.attention.current_flash_attention_impl(),
+        "cudnn": torch.backends.cudnn.version(),
+    }
 
 
 def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | None:

@@ -30,6 +30,7 @@ from nanoscale.metrics.sinks import open_sinks
 from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import kernels_in_use
+from nanoscale.parallel.newest_flash import use_newest_flash
 from nanoscale.processes.proc import ranges
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
@@ -231,6 +232,7 @@ def explain(context: RankContext, training: Training, data: Dataset, error: NonF
 
 
 def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:
+    use_newest_flash(config, device)
     if config.backend.name == "deepspeed":
         from nanoscale.backends.deepspeed.engine import DeepSpeedEngine
 
