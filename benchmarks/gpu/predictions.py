@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.parts import PARTS, Bench
@@ -160,10 +159,9 @@ def figures(document: Figures, time: RankTime) -> Figures:
     outside of compiled code, such as sums of gradients and updates. Seconds and bytes are of a step.
     """
     (rank,) = document["ranks"]
-    compiled = document["kernels"]
+    compiled = document["compiled"]["kernels"]
     names = {it["name"] for it in compiled}
     most = max(compiled, key=lambda it: (it["spilled"], it["registers"]), default=None)
-    works = _in_order(document["streams"][str(rank["rank"])])
     return {
         "device": document["device"],
         "step_time_s": time.seconds,
@@ -189,12 +187,11 @@ def figures(document: Figures, time: RankTime) -> Figures:
         "compiler": document["compiler"],
         "waits": sum(it["times"] for it in rank["waits"] if it["phase"].startswith("step")),
         "operations": _most(time, {it["name"]: it for it in compiled}),
-        "block": {name: _block(works, backward) for name, backward in _PASSES.items()},
+        "block": document["compiled"]["order"],
     }  # fmt: skip
 
 
-_PASSES = {"forward": False, "backward": True}
-_CODE = ("bytes", "registers", "spilled", "shared", "reads_again")
+_CODE = ("bytes", "registers", "spilled", "shared", "reads_again", "lines")
 
 
 def _most(time: RankTime, compiled: dict[str, Figures]) -> list[Figures]:
@@ -215,25 +212,6 @@ def _most(time: RankTime, compiled: dict[str, Figures]) -> list[Figures]:
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
-
-
-def _in_order(streams: Figures) -> list[list[Any]]:
-    """Return the operations of the default stream in order."""
-    segments, works = streams["segments"], streams["works"]
-    played = [of for stream, what, of in streams["events"] if what == "work" and stream == 0]
-    return [works[it] for segment in played for it in segments[segment]]
-
-
-def _block(works: list[list[Any]], backward: bool) -> list[str]:
-    """Return what runs from one block's attention up to the next one's, which is a block's work."""
-    is_start = [work[0] == "attention" and work[-1] == backward for work in works]
-    starts = [at for at, is_one in enumerate(is_start) if is_one]
-    return [_short(work) for work in works[starts[0] : starts[1]]] if len(starts) > 1 else []
-
-
-def _short(work: list[Any]) -> str:
-    """Return an operation as a text without its bytes, which `operations` has."""
-    return text_of(tuple(work)) if work[0] == "product" else str(work[1])
 
 
 def speeds_of_kernels(hardware: Hardware, has_cudnn: bool) -> dict[str, list[float]]:

@@ -50,7 +50,11 @@ def document(
         "compared_groups": compared,
         "groups": groups,
         "eager": eager,
-        "kernels": _kernels(records),
+        "compiled": {
+            "gpu": gpu["name"] if gpu is not None else None,
+            "target": records[0].target or None,
+            "kernels": _kernels(records),
+        },
         "compiler": list(dict.fromkeys(it for record in records for it in record.compiler)),
         "notes": _notes(config, records),
         "not_played": _not_played(config, records, steps),

@@ -40,6 +40,7 @@ _KERNELS = (
     Column("registers", lambda row: str(row["registers"])),
     Column("shared", lambda row: byte_size(row["shared"]), optional=1),
     Column("reads twice", lambda row: str(len(row["reads_again"]) or ""), optional=2),
+    Column("at", lambda row: ", ".join(row["lines"][:2]), is_text=True, optional=1),
 )
 _SHOWN_KERNELS = 6
 
@@ -75,7 +76,7 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
     )
     if result.get("time"):
         yield from _time(result["time"])
-    if kernels := result.get("kernels"):
+    if kernels := result["compiled"]["kernels"]:
         yield table(_KERNELS, kernels[:_SHOWN_KERNELS])
     if result["collectives"]:
         yield table(_COLLECTIVES, result["collectives"])
@@ -87,7 +88,7 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
             *result.get("compiler", []),
             *(
                 f"{it['name']} spills {it['spilled']:,} bytes of each thread's registers to memory"
-                for it in result.get("kernels", [])
+                for it in result["compiled"]["kernels"]
                 if it["spilled"]
             ),
             *(f"note: {note}" for note in result["notes"]),

@@ -23,7 +23,7 @@ from benchmarks.gpu import correct, kernels, wheels
 from benchmarks.gpu.items import read_items, run_items
 from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
 from benchmarks.gpu.peers import trained, write_tokens
-from benchmarks.gpu.predictions import PREDICTED, _block, _in_order, newest, with_others
+from benchmarks.gpu.predictions import PREDICTED, newest, with_others
 from benchmarks.gpu.session import Failed, Session, TooSlow
 from nanoscale.backends import low_bits
 from nanoscale.config.composing.compose import compose
@@ -212,25 +212,6 @@ def test_the_rows_that_matter_have_predictions(device: str, parts: tuple[str, ..
     assert chosen - set(found) <= {"nanoscale NF4 llama-8b 4k bf16"}  # torchao's tensors
     trained = [it for it in found.values() if "tokens_per_s" in it]
     assert trained and all(it["block"]["backward"] and it["kernels"]["count"] for it in trained)
-
-
-def test_the_work_of_one_block_is_listed_in_order() -> None:
-    attention = ["attention", "flash", "bf16", 1, 64, 64, 4, 16, True]
-    back = [*attention, True]
-    works = [
-        ["bytes", "embedding", 9],
-        [*attention, False],
-        ["product", "mm", "bf16", 4, 4, 4, 1, True],
-    ]
-    works += [["bytes", "triton_0", 7], back]
-    streams = {
-        "works": works,
-        "segments": [[0, 1, 2, 1, 3], [4, 3, 4]],
-        "events": [[0, "work", 0], [0, "batch", 2], [1, "work", 0], [0, "work", 1]],
-    }
-    order = _in_order(streams)
-    assert _block(order, backward=False) == ["flash", "mm bf16 4 × 4 × 4"]
-    assert _block(order, backward=True) == ["flash", "triton_0"]
 
 
 def test_the_three_calls_leave_no_part_out() -> None:

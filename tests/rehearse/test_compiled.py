@@ -204,6 +204,37 @@ def test_a_function_that_the_compiler_gives_up_is_named_also_in_the_first_step()
     assert "gives up" in said and "text ==" in said
 
 
+def scaled(block: Any, hidden: Any, *args: Any) -> Any:
+    return plain(block, hidden.cosh(), *args)
+
+
+def played_with_lines(_rank: int) -> RankRecord:
+    Block.forward = scaled  # type: ignore[method-assign]
+    return life.play(compiled(Row("", precision="bf16", shape=SMALL)), 0, 2, H100)
+
+
+@pytest.mark.slow
+def test_a_kernel_has_the_lines_that_it_computes_also_with_a_warm_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cold, warm = (run_ranks(played_with_lines, 1)[0] for _ in range(2))
+    assert not cold.error, cold.error[-2500:]
+    assert cold.target == "cuda 90 32"
+    lines = {it["name"]: it["lines"] for it in cold.kernels}
+    assert lines and all(lines.values())
+    assert lines == {it["name"]: it["lines"] for it in warm.kernels}
+    for function, code, file in (
+        ("silu", "self.activate(", Path(module.__file__)),
+        ("cosh", ".cosh()", Path(__file__)),
+    ):
+        code_lines = file.read_text().splitlines()
+        shown = [line.rsplit(":", 1) for name in lines if function in name for line in lines[name]]
+        numbers = [int(number) for name, number in shown if Path(name).name == file.name]
+        assert any(code in code_lines[number - 1] for number in numbers), lines
+
+
 def updated(_rank: int) -> tuple[RankRecord, int]:
     config = compiled(Row("", precision="bf16-pure", shape=SMALL))
     return life.play(config, 0, 2, H100), parameters(config.model)

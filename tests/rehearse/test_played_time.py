@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.plan.played_time import ROWS, config_of, measure
 from nanoscale.cli.common.rehearsal import rehearsed
+from nanoscale.plan.rehearsed import step_time
 from tests.support.rows import usual_rows
 
 BOUND = 0.1
@@ -20,3 +21,27 @@ def test_a_step_takes_as_long_as_planned(name: str, tmp_path: Path, monkeypatch)
     config = config_of(name)
     row = measure(name, config, rehearsed(config, "distinct", 2))
     assert row.ratio == pytest.approx(1.0, abs=BOUND)
+
+
+def test_the_work_of_one_block_is_listed_in_order() -> None:
+    attention = ["attention", "flash", "bf16", 1, 64, 64, 4, 16, True]
+    works = [
+        ["bytes", "embedding", 9],
+        [*attention, False],
+        ["product", "mm", "bf16", 4, 4, 4, 1, True],
+        ["bytes", "triton_0", 7],
+        [*attention, True],
+    ]
+    streams = {
+        "works": works,
+        "segments": [[0, 1, 2], [1, 3, 4], [4, 3, 4]],
+        "calls": [{"kind": "all_reduce_", "ranks": [0, 1]}],
+        "events": [(0, "work", 0), (0, "call", 0), (0, "batch", 2), (1, "work", 0)],
+    }
+    streams["events"] += [(0, "work", 1), (0, "work", 2)]  # type: ignore[attr-defined]
+    degrees = {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1}
+    result = {"ranks": [{"rank": 1}], "streams": {"1": streams}, "degrees": degrees}
+    assert step_time.block_order(result) == {
+        "forward": ["flash", "mm bf16 4 × 4 × 4", "all_reduce tp"],
+        "backward": ["flash"],
+    }

@@ -67,8 +67,9 @@ def rehearse(
     result = rehearsed(request.config, ranks, steps, snapshots, every_batch=micro_batches == "all")
     times = step_time.times_of(request.config, result, traced=trace is not None)
     result |= {"time": step_time.document(request.config, times)}
+    result["compiled"]["order"] = step_time.block_order(result)
     if trace is not None:
-        write_atomically(trace, json.dumps(step_time.trace(times)))
+        write_atomically(trace, json.dumps(step_time.trace(times, result["compiled"]["kernels"])))
     fits, changes = (True, []) if result["fits"] else _planned(request, result)
     if against is not None and former is not None:
         before = step_time.times_of(request.config, former)

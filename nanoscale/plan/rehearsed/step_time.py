@@ -1,6 +1,6 @@
 """The time of a rehearsed step as a document, and as a trace for Perfetto."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nanoscale.common.errors import UserError
@@ -24,11 +24,34 @@ def times_of(config: ResolvedConfig, result: Document, *, traced: bool = False) 
         costs = PlayedCosts(config, described_hardware(config))
     except (UserError, UnknownHardwareError):
         return []
+    return simulate(result.get("streams", {}), costs, _axes(result), traced=traced)
+
+
+def _axes(result: Document) -> dict[tuple[int, ...], str]:
+    """Return the axis of each group of ranks that a played rank calls."""
     degrees = {axis: size for axis, size in result["degrees"].items() if axis != "ep"}
-    streams: Mapping[str, Any] = result.get("streams", {})
-    groups = {tuple(call["ranks"]) for rank in streams.values() for call in rank["calls"]}
-    axes = {group: axis_of(group, degrees) for group in groups}
-    return simulate(streams, costs, axes, traced=traced)
+    streams = result.get("streams", {}).values()
+    groups = {tuple(call["ranks"]) for rank in streams for call in rank["calls"]}
+    return {group: axis_of(group, degrees) for group in groups}
+
+
+def block_order(result: Document) -> dict[str, list[str]]:
+    """Return what the first played rank runs and calls in one block: from its attention to the next one's."""
+    axes, streams = _axes(result), result["streams"][str(result["ranks"][0]["rank"])]
+    works: list[Sequence[Any]] = []
+    for stream, what, of in streams["events"]:
+        if what == "call":
+            call = streams["calls"][of]
+            works.append(("call", f"{call['kind'].strip('_')} {axes[tuple(call['ranks'])]}"))
+        elif what == "work" and stream == 0:
+            works += [streams["works"][it] for it in streams["segments"][of]]
+    order = {}
+    for name, backward in {"forward": False, "backward": True}.items():
+        is_start = [work[0] == "attention" and work[-1] == backward for work in works]
+        first, end = [*(at for at, is_one in enumerate(is_start) if is_one), 0, 0][:2]
+        block = works[first:end]  # without the bytes, which kernels have
+        order[name] = [described((*it,)) if it[0] == "product" else it[1] for it in block]
+    return order
 
 
 def document(config: ResolvedConfig, times: list[RankTime]) -> Document | None:
@@ -88,25 +111,24 @@ def described(work: tuple[Any, ...]) -> str:
     return f"{name} of {numbers[0]:,} bytes"
 
 
-def trace(times: list[RankTime]) -> Document:
-    """Return the streams of all ranks in the trace format of Chrome, which ui.perfetto.dev opens."""
-    return {"traceEvents": list(_trace_events(times)), "displayTimeUnit": "ms"}
+def trace(times: list[RankTime], kernels: Sequence[Document]) -> Document:
+    """Return the streams of all ranks, with the lines of compiled kernels, in the trace format of Chrome, which
+    ui.perfetto.dev opens."""
+    lines = {it["name"]: {"lines": it["lines"]} for it in kernels}
+    return {"traceEvents": list(_trace_events(times, lines)), "displayTimeUnit": "ms"}
 
 
-def _trace_events(times: list[RankTime]) -> Iterator[Document]:
+def _trace_events(times: list[RankTime], lines: Mapping[str, Document]) -> Iterator[Document]:
     for rank in times:
-        yield {
-            "ph": "M",
-            "name": "process_name",
-            "pid": rank.rank,
-            "args": {"name": f"rank {rank.rank}"},
-        }
+        about = {"name": f"rank {rank.rank}"}
+        yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": about}
         names = sorted({each.stream for each in rank.slices})
         for number, name in enumerate(names):
             about = {"name": name}
             yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": number, "args": about}
         for each in rank.slices:
+            detail = {"at": each.detail} | lines.get(each.name, {})
             yield {
                 "ph": "X", "name": each.name, "pid": rank.rank, "tid": names.index(each.stream),
-                "ts": 1e6 * each.begin, "dur": 1e6 * (each.end - each.begin), "args": {"at": each.detail},
+                "ts": 1e6 * each.begin, "dur": 1e6 * (each.end - each.begin), "args": detail,
             }  # fmt: skip

@@ -13,7 +13,8 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
@@ -51,6 +52,8 @@ _NVIDIA = re.compile(r"\b(REG|STACK):(\d+)")
 _AMD = re.compile(r"\.([sv]gpr_(?:spill_)?count): +(\d+)")
 _CHIPS = {"MI210": "gfx90a", "MI250": "gfx90a", "MI350": "gfx950", "MI355": "gfx950"}
 """The architectures of AMD's GPUs that are not gfx942."""
+_FRAME = re.compile(r'File "((?!.*/torch(?:ao)?/)[^"]+)(?<!local_parameters\.py)", line (\d+)')
+"""A frame outside of PyTorch, and of the wrapper through which all norms and projections of tp are called."""
 _TRACKED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -69,6 +72,8 @@ def patch(patches: Patches, world: Any, gpu: Gpu | None) -> None:
     folder = os.environ.get("TRITON_CACHE_DIR") or patches.enter_context(TemporaryDirectory())
     patches.replace(import_module("torch._inductor.codecache"), "cache_dir", lambda: folder)
     patches.replace_item(os.environ, "TRITON_CACHE_DIR", folder)
+    scheduling = import_module("torch._inductor.codegen.triton").TritonScheduling
+    patches.wrap(scheduling, "define_kernel", partial(_with_lines, world))
     compiler, guards = import_module(LOADED[0]).AsyncCompile, torch._C._dynamo.guards
     for kind in ("triton", "cpp_pybinding"):
         patches.replace(compiler, kind, lambda _, *words, **__: _Kernel(world, words))
@@ -78,7 +83,7 @@ def patch(patches: Patches, world: Any, gpu: Gpu | None) -> None:
     if gpu is None:
         import_module("torch._inductor.fx_passes.post_grad").lazy_init()
     else:
-        _pretend(patches, world.device, gpu)
+        world.record.target = _pretend(patches, world.device, gpu)
 
 
 def breaks() -> list[str]:
@@ -92,7 +97,7 @@ def _place(broken: Any) -> str:
     (*_, frame) = own or broken.user_stack
     explained = re.search(r"Explanation: (.+)", broken.reason)
     why = explained[1] if explained else broken.reason.splitlines()[0]
-    return f"at {frame.filename.removeprefix(PACKAGE).lstrip('/')}:{frame.lineno}: {why.strip()}"
+    return f"at {_line(frame.filename, frame.lineno)}: {why.strip()}"
 
 
 def recompilations(step: int) -> list[str]:
@@ -114,6 +119,7 @@ class _Kernel:
     def __init__(self, world: Any, words: Sequence[Any]) -> None:
         *names, self.source = (word for word in words[:2] if isinstance(word, str))
         self.name = names[0] if names else "cpp"
+        self.lines = [*world.lines.get(self.name, ())]
         self.times = self.bytes = 0
         """The times that it runs in the last step, and the bytes of all these times."""
         self._world = world
@@ -138,16 +144,38 @@ class _Kernel:
         return sorted({pointer for (pointer, _), times in reads.items() if times > 1})
 
 
+def _with_lines(world: Any, define: Callable[..., str]) -> Callable[..., str]:
+    """Keep the innermost lines of the model that a kernel computes, by its name, until its code is loaded."""
+    inductor = import_module("torch._inductor.virtualized").V
+
+    def define_kernel(scheduling: Any, source: str, nodes: Sequence[Any], *rest: Any) -> str:
+        is_shared = source in inductor.graph.wrapper_code.src_to_kernel  # with other nodes
+        name = define(scheduling, source, nodes, *rest)
+        lines = world.lines[name] = world.lines[name] if is_shared else {}
+        parts = [each for it in nodes if hasattr(it, "get_nodes") for each in it.get_nodes()]
+        for origin in (origin for it in parts if it.node for origin in it.node.origins):
+            for frame in _FRAME.findall(origin.meta.get("stack_trace") or "")[-1:]:
+                lines[_line(*frame)] = None
+        return name
+
+    return define_kernel
+
+
+def _line(file: str, line: Any) -> str:
+    return f"{file.removeprefix(PACKAGE).lstrip('/')}:{line}"
+
+
 def machine_code(kernels: Sequence[_Kernel]) -> list[dict[str, Any]]:
     """Compile the kernels of the last step for the world's GPU; return what Triton and ptxas made of each.
 
     Returns:
-        For each kernel its name, how often it runs in a step, the mean bytes that it moves, the registers of a
-        thread and the bytes that are spilled from them, its shared memory in bytes, and the inputs that it
-        reads again. Of the variants that a GPU would measure, the first is compiled.
+        For each kernel its name, the lines of the model that it computes, how often it runs in a step, the mean
+        bytes that it moves, the registers of a thread and the bytes that are spilled from them, its shared
+        memory in bytes, and the inputs that it reads again. Of the variants that a GPU would measure, the first
+        is compiled.
     """
     return [
-        {"name": it.name, "times": it.times, "bytes": it.bytes // it.times}
+        {"name": it.name, "lines": it.lines, "times": it.times, "bytes": it.bytes // it.times}
         | {"reads_again": it.read_again(), **_resources(it)}
         for it in kernels
         if it.times and it.name.startswith("triton_")
@@ -224,8 +252,8 @@ class _Driver:
         return True
 
 
-def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> None:
-    """Let the compiler believe in a GPU."""
+def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> str:
+    """Let the compiler believe in a GPU; return Triton's kind of it, its architecture and threads of a warp."""
     version: Any = 10 * gpu.capability[0] + gpu.capability[1]
     properties, kind, warp = torch.cuda.get_device_properties(), "cuda", 32
     if gpu.name.startswith("AMD"):
@@ -251,3 +279,4 @@ def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> None:
     has_triton = import_module("torch.utils._triton").has_triton
     has_triton.cache_clear()  # PyTorch may have asked without a GPU
     patches.callback(has_triton.cache_clear)
+    return f"{kind} {version} {warp}"

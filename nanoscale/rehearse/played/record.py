@@ -149,6 +149,8 @@ class RankRecord:
     """Findings of the compiler: breaks of what it traces, and what it compiled again."""
     kernels: list[dict[str, Any]] = field(default_factory=list)
     """The compiled kernels of the last step, and their machine code (`played.compiled.machine_code`)."""
+    target: str = ""
+    """The GPU for which Triton compiles, such as `cuda 90 32` or `hip gfx942 64`; empty without one."""
     notes: list[str] = field(default_factory=list)
     """Facts about the rank's shards that users should know."""
     error: str = ""

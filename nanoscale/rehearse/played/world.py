@@ -93,6 +93,8 @@ class World(DeviceMemory):
         """The block of the model whose forward pass began last, and the phase in which it did."""
         self.kernels: list[Any] = []
         """The kernels that Inductor wrote (`played.compiled`)."""
+        self.lines: dict[str, dict[str, None]] = {}
+        """The lines of the model that each kernel computes, by the kernel's name."""
         self.waits: Counter[tuple[str, str, str]] = Counter()
         """The number of waits, by section, operation and line."""
         self._group_numbers: dict[str, int] = {}
