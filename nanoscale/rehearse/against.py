@@ -59,14 +59,15 @@ def changes(result: Document, former: Document, file: Path) -> list[str]:
         raise damaged(file, "is not a whole document of a rehearsal") from error
 
 
+def _rank(document: Document, which: str) -> Document:
+    return next(rank for rank in document["ranks"] if rank["rank"] == document[which])
+
+
 def _times(former: Document | None, result: Document | None) -> Iterator[str]:
     """Yield the time of the slowest rank's step, and what is exposed of each axis, if they have changed."""
     if former is None or result is None:
         return
-    one, other = (
-        next(rank for rank in each["ranks"] if rank["rank"] == each["slowest_rank"])
-        for each in (former, result)
-    )
+    one, other = (_rank(each, "slowest_rank") for each in (former, result))
     rows = [("step", one["seconds"], other["seconds"])]
     for axis in sorted({*one["exposed"], *other["exposed"]}):
         before, now = (each["exposed"].get(axis, 0.0) for each in (one, other))
@@ -91,11 +92,7 @@ def _differences(former: Document, result: Document) -> Iterator[str]:
         "allocated": ("the peak of tensors is", byte_size),
         "operations": ("operations of a step:", "{:,}".format),
     }
-    worst = [
-        next(rank for rank in each["ranks"] if rank["rank"] == each["worst_rank"])
-        for each in (former, result)
-    ]
     for name, (text, shown) in of_worst.items():
-        one, other = worst[0][name], worst[1][name]
+        one, other = (_rank(each, "worst_rank")[name] for each in (former, result))
         if one != other:
             yield f"{text} {shown(other)}, before {shown(one)}"

@@ -125,6 +125,7 @@ Letter = tuple[int, str]
 Members = tuple[int, ...]
 Way = tuple[int, int, Members]
 """Sender, receiver and their group."""
+Letters = dict[Way, list[Letter]]
 
 
 def _lost_messages(
@@ -142,11 +143,9 @@ def _lost_messages(
             yield from _broken_ring(members, played_members, sent, awaited)
 
 
-def _messages(
-    records: Sequence[RankRecord],
-) -> tuple[dict[Way, list[Letter]], dict[Way, list[Letter]]]:
-    sent: dict[Way, list[Letter]] = defaultdict(list)
-    awaited: dict[Way, list[Letter]] = defaultdict(list)
+def _messages(records: Sequence[RankRecord]) -> tuple[Letters, Letters]:
+    sent: Letters = defaultdict(list)
+    awaited: Letters = defaultdict(list)
     for record in records:
         for call in record.calls:
             if call.kind in MESSAGES:
@@ -161,10 +160,7 @@ def _messages(
 
 
 def _broken_ring(
-    members: Members,
-    played: Sequence[int],
-    sent: dict[Way, list[Letter]],
-    awaited: dict[Way, list[Letter]],
+    members: Members, played: Sequence[int], sent: Letters, awaited: Letters
 ) -> Iterator[str]:
     """Yield differences in a ring if only some of its ranks were played: each sends on what it receives."""
     usual: list[Letter] | None = None

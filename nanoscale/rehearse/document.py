@@ -29,7 +29,7 @@ def document(
     parallel = config.parallel
     degrees = {"pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}
     ranks = [_rank(record, stands_for[record.rank], context) for record in records]
-    capacity = gpu["memory"] if gpu is not None else None
+    name, capacity = (gpu["name"], gpu["memory"]) if gpu is not None else (None, None)
     worst = max(ranks, key=lambda rank: int(rank["total"]))
     compared, groups = compared_groups(records)
     eager = config.backend.compile == "on" and bool(missing("triton"))
@@ -40,7 +40,7 @@ def document(
         "degrees": {**degrees, "ep": parallel.ep},
         "schedule": parallel.schedule if parallel.pp > 1 else None,
         "zero": config.zero.stage,
-        "device": gpu["name"] if gpu is not None else "cpu",
+        "device": name or "cpu",
         "steps": steps,
         "micro_batches": config.accumulation,
         "capacity": capacity,
@@ -51,7 +51,7 @@ def document(
         "groups": groups,
         "eager": eager,
         "compiled": {
-            "gpu": gpu["name"] if gpu is not None else None,
+            "gpu": name,
             "target": records[0].target or None,
             "kernels": _kernels(records),
         },
@@ -109,27 +109,27 @@ def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: in
 
 
 def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
+    names = (
+        "rank",
+        "peak_phase",
+        "operations",
+        "checkpoint",
+        "findings",
+        "error",
+        "seconds",
+        "timeline",
+    )
     return {
-        "rank": record.rank,
+        **{name: getattr(record, name) for name in names},
         "stands_for": stands_for,
         "allocated": record.peak,
         "reserved": max(record.reserved, record.peak),
         "context": context,
         "total": max(record.reserved, record.peak) + context,
-        "peak_phase": record.peak_phase,
-        "phases": {
-            name: {"peak": phase.peak, "kinds": phase.kinds}
-            for name, phase in record.phases.items()
-        },
+        "phases": {name: vars(phase) for name, phase in record.phases.items()},
         "after_steps": record.after,
         "host": record.host_peak,
-        "operations": record.operations,
-        "checkpoint": record.checkpoint,
         "waits": [wait._asdict() for wait in record.waits],
-        "findings": record.findings,
-        "error": record.error,
-        "seconds": record.seconds,
-        "timeline": record.timeline,
     }
 
 
@@ -137,11 +137,9 @@ def _totals(
     records: Sequence[RankRecord], degrees: dict[str, int], steps: int
 ) -> list[dict[str, Any]]:
     """Return, for each axis and kind, the collectives of the last step of the rank with most of them."""
-    most: dict[tuple[str, str], dict[str, Any]] = {}
+    most: dict[Any, dict[str, Any]] = {}
     for record in records:
-        counted: dict[tuple[str, str], dict[str, Any]] = defaultdict(
-            lambda: {"count": 0, "bytes": 0}
-        )
+        counted: defaultdict[Any, dict[str, Any]] = defaultdict(lambda: {"count": 0, "bytes": 0})
         axes = [axis_of(group, degrees) for group in record.groups]
         for call in record.calls:
             if call.phase == f"step {steps}":

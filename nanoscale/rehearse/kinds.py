@@ -34,10 +34,9 @@ def repeated_batches(config: ResolvedConfig) -> int:
     """
     if config.parallel.pp == 1:
         return max(0, config.accumulation - PLAYED_BATCHES)
-    if config.model.experts and config.backend.compile == "on":
-        return 0
     parallel, schedules = config.parallel, ("gpipe", "1f1b", "interleaved-1f1b")
-    if parallel.schedule not in schedules or parallel.offload_activations:
+    reorders = config.model.experts and config.backend.compile == "on"
+    if reorders or parallel.schedule not in schedules or parallel.offload_activations:
         return 0
     return max(0, config.accumulation - PLAYED_IN_PIPELINES)
 

@@ -235,8 +235,7 @@ def rehearse(
             assert process.stdout is not None
             for number, _ in enumerate(process.stdout, 1):
                 progress(f"{number} of {len(ranks)} ranks rehearsed …")
-            code = process.wait()
-        if code != 0:
+        if code := process.wait():
             errors = (folder / "errors").read_text(encoding="utf-8", errors="replace").split("\n")
             cause = next((line for line in reversed(errors) if line.strip()), code)
             raise UserError("rehearse", f"the rehearsal itself failed: {cause}")
@@ -259,7 +258,6 @@ def _process(folder: Path) -> Iterator[subprocess.Popen[str]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
             encoding="utf-8",
             env=environment,
             start_new_session=True,

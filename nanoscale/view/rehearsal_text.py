@@ -30,11 +30,7 @@ _COLLECTIVES = (
 
 
 _KERNELS = (
-    Column(
-        "kernels that move most bytes",
-        lambda row: row["name"].removeprefix("triton_"),
-        is_text=True,
-    ),
+    Column("kernels that move most bytes", lambda row: row["name"].removeprefix("triton_")),
     Column("times", lambda row: f"{row['times']:,}"),
     Column("bytes of one", lambda row: byte_size(row["bytes"])),
     Column("registers", lambda row: str(row["registers"])),
@@ -103,7 +99,7 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
 
 
 _OPERATIONS = (
-    Column("most expensive operations of a step", lambda row: row["what"], is_text=True),
+    Column("most expensive operations of a step", lambda row: row["what"]),
     Column("times", lambda row: f"{row['count']:,}"),
     Column("together", lambda row: duration(row["seconds"])),
 )
@@ -208,10 +204,8 @@ def _waits(result: Document) -> Iterator[str]:
     last = f"step {result['steps']}"
     found: Counter[tuple[str, str]] = Counter()
     for rank in result["ranks"]:
-        for wait in rank["waits"]:
-            if wait["phase"] == last:
-                place = wait["what"], wait["line"]
-                found[place] = max(found[place], wait["times"])
+        waits = [wait for wait in rank["waits"] if wait["phase"] == last]
+        found |= Counter({(wait["what"], wait["line"]): wait["times"] for wait in waits})
     if not found:
         yield "the host waits for the device nowhere in a step"
     for (what, line), count in found.items():

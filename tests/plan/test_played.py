@@ -155,9 +155,13 @@ def test_a_stage_begins_when_its_message_is_there():
 
 def test_a_trace_has_every_operation_and_collective_at_its_time():
     times = played(hiding(5, 8), hiding(5, 8), traced=True)
-    slices = [
-        each for each in trace(times)["traceEvents"] if each["ph"] == "X" and each["pid"] == 0
+    kernels = [{"name": "add", "lines": ["models/transformer.py:1"]}]
+    events = trace(times, kernels)["traceEvents"]
+    slices = [each for each in events if each["ph"] == "X" and each["pid"] == 0]
+    assert [each["args"]["lines"] for each in slices if each["name"] == "add"] == [
+        kernels[0]["lines"]
     ]
+    assert all("lines" not in each["args"] for each in slices if each["name"] != "add")
     assert {(each["name"], each["ts"] / 1e6, each["dur"] / 1e6) for each in slices} == {
         ("add", 0, 5), ("allreduce dp", 0, 8), ("waits for dp", 5, 3),
     }  # fmt: skip

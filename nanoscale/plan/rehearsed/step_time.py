@@ -47,9 +47,8 @@ def block_order(result: Document) -> dict[str, list[str]]:
             works += [streams["works"][it] for it in streams["segments"][of]]
     order = {}
     for name, backward in {"forward": False, "backward": True}.items():
-        is_start = [work[0] == "attention" and work[-1] == backward for work in works]
-        first, end = [*(at for at, is_one in enumerate(is_start) if is_one), 0, 0][:2]
-        block = works[first:end]  # without the bytes, which kernels have
+        starts = [at for at, it in enumerate(works) if (it[0], it[-1]) == ("attention", backward)]
+        block = works[slice(*starts[:2])] if starts[1:] else []  # without bytes, which kernels have
         order[name] = [described((*it,)) if it[0] == "product" else it[1] for it in block]
     return order
 
@@ -59,7 +58,6 @@ def document(config: ResolvedConfig, times: list[RankTime]) -> Document | None:
     if not times:
         return None
     slowest = max(times, key=lambda rank: rank.seconds)
-    operations = _most(slowest.operations)
     tokens = config.tokens_per_step / config.world_size
     return {
         "seconds": slowest.seconds,
@@ -68,7 +66,7 @@ def document(config: ResolvedConfig, times: list[RankTime]) -> Document | None:
         "ranks": [_rank(rank) for rank in times],
         "operations": [
             {"what": described(work), "count": slowest.counts[work], "seconds": seconds}
-            for work, seconds in operations
+            for work, seconds in _most(slowest.operations)
         ],
     }
 
@@ -82,12 +80,9 @@ def _rank(rank: RankTime) -> Document:
     exposed: dict[str, float] = {}
     for (axis, _), seconds in rank.exposed.items():
         exposed[axis] = exposed.get(axis, 0.0) + seconds
+    names = ("rank", "seconds", "computed", "slowed", "host_gaps")
     return {
-        "rank": rank.rank,
-        "seconds": rank.seconds,
-        "computed": rank.computed,
-        "slowed": rank.slowed,
-        "host_gaps": rank.host_gaps,
+        **{name: getattr(rank, name) for name in names},
         "exposed": exposed,
         "communicated": dict(rank.communicated),
         "waits": [
@@ -102,9 +97,8 @@ def described(work: tuple[Any, ...]) -> str:
     what, name, *numbers = work
     if what == "product":
         kind, *sizes, groups, _aligned = numbers
-        return f"{name} {kind} {' × '.join(map(str, sizes))}" + (
-            f", {groups} groups" if groups > 1 else ""
-        )
+        grouped = f", {groups} groups" if groups > 1 else ""
+        return f"{name} {kind} {' × '.join(map(str, sizes))}{grouped}"
     if what == "attention":
         kind, batch, queries, keys, heads, size, *_ = numbers
         return f"{name.strip('_')} {kind} {batch} × {heads} heads × {queries} × {keys} × {size}"

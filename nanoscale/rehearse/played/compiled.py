@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def patch(patches: Patches, world: Any, gpu: Gpu | None) -> None:
     compiler, guards = import_module(LOADED[0]).AsyncCompile, torch._C._dynamo.guards
     for kind in ("triton", "cpp_pybinding"):
         patches.replace(compiler, kind, lambda _, *words, **__: _Kernel(world, words))
+    empty = partial(torch.empty_strided, device=world.device)
     for kind in ("cpu", "cuda"):
-        patches.replace(guards, f"_empty_strided_{kind}", _empty(world))
+        patches.replace(guards, f"_empty_strided_{kind}", lambda *it: empty(*it[:2], dtype=it[2]))
     patches.replace(guards, "_reinterpret_tensor", _part)
     if gpu is None:
         import_module("torch._inductor.fx_passes.post_grad").lazy_init()
@@ -119,7 +121,7 @@ class _Kernel:
     def __init__(self, world: Any, words: Sequence[Any]) -> None:
         *names, self.source = (word for word in words[:2] if isinstance(word, str))
         self.name = names[0] if names else "cpp"
-        self.lines = [*world.lines.get(self.name, ())]
+        self.lines = [*world.lines.pop(self.name, ())]
         self.times = self.bytes = 0
         """The times that it runs in the last step, and the bytes of all these times."""
         self._world = world
@@ -146,13 +148,11 @@ class _Kernel:
 
 def _with_lines(world: Any, define: Callable[..., str]) -> Callable[..., str]:
     """Keep the innermost lines of the model that a kernel computes, by its name, until its code is loaded."""
-    inductor = import_module("torch._inductor.virtualized").V
 
-    def define_kernel(scheduling: Any, source: str, nodes: Sequence[Any], *rest: Any) -> str:
-        is_shared = source in inductor.graph.wrapper_code.src_to_kernel  # with other nodes
-        name = define(scheduling, source, nodes, *rest)
-        lines = world.lines[name] = world.lines[name] if is_shared else {}
-        parts = [each for it in nodes if hasattr(it, "get_nodes") for each in it.get_nodes()]
+    def define_kernel(scheduling: Any, source: str, nodes: Sequence[Any], kernel: Any) -> str:
+        name = define(scheduling, source, nodes, kernel)
+        lines = world.lines.setdefault(name, {})  # equal code of other nodes has the same name
+        parts = [each for it in nodes for each in getattr(it, "get_nodes", list)()]
         for origin in (origin for it in parts if it.node for origin in it.node.origins):
             for frame in _FRAME.findall(origin.meta.get("stack_trace") or "")[-1:]:
                 lines[_line(*frame)] = None
@@ -169,10 +169,9 @@ def machine_code(kernels: Sequence[_Kernel]) -> list[dict[str, Any]]:
     """Compile the kernels of the last step for the world's GPU; return what Triton and ptxas made of each.
 
     Returns:
-        For each kernel its name, the lines of the model that it computes, how often it runs in a step, the mean
-        bytes that it moves, the registers of a thread and the bytes that are spilled from them, its shared
-        memory in bytes, and the inputs that it reads again. Of the variants that a GPU would measure, the first
-        is compiled.
+        For each kernel its name, the lines that it computes, how often it runs in a step, the mean bytes that
+        it moves, the registers of a thread, the bytes spilled from them, its shared memory in bytes, and the
+        inputs that it reads again. Of the variants that a GPU would measure, the first is compiled.
     """
     return [
         {"name": it.name, "lines": it.lines, "times": it.times, "bytes": it.bytes // it.times}
@@ -202,13 +201,6 @@ def _resources(kernel: _Kernel) -> dict[str, int]:
     return {"registers": int(used["REG"]), "spilled": int(used["STACK"]), "shared": shared}
 
 
-def _empty(world: Any) -> Any:
-    def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=world.device)
-
-    return empty_strided
-
-
 def _part(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
     """Return a part of a tensor's memory, which is not a view to autograd."""
     with torch._C._ExcludeDispatchKeyGuard(_TRACKED):
@@ -233,23 +225,8 @@ class _OnGpu(CustomGraphPass):
         return str(self._device)
 
 
-class _Driver:
-    """Triton's driver of a GPU that this host does not have."""
-
-    def __init__(self, device: torch.device, target: Any) -> None:
-        self._device, self._target = device, target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int | None:
-        return self._device.index
-
-    def get_active_torch_device(self) -> torch.device:
-        return self._device
-
-    def is_active(self) -> bool:
-        return True
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
 
 
 def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> str:
@@ -263,9 +240,13 @@ def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> str:
         patches.replace(properties, "gcnArchName", version)
         patches.replace(properties, "warp_size", warp)
     target = import_module("triton.backends.compiler").GPUTarget(kind, version, warp)
-    import_module("triton.runtime").driver.set_active(_Driver(device, target))
+    driver = SimpleNamespace(
+        get_current_target=_always(target), get_current_device=_always(device.index),
+        get_active_torch_device=_always(device), is_active=_always(True),
+    )  # fmt: skip
+    import_module("triton.runtime").driver.set_active(driver)
     helpers = import_module("torch._inductor.runtime.triton_helpers")
-    patches.replace(helpers, "set_driver_to_gpu", lambda: None)
+    patches.replace(helpers, "set_driver_to_gpu", _always(None))
     interface = import_module("torch._dynamo.device_interface").CudaInterface
     values = {
         "get_compute_capability": version, "is_available": True, "current_device": device.index,
@@ -274,8 +255,8 @@ def _pretend(patches: Patches, device: torch.device, gpu: Gpu) -> str:
     }  # fmt: skip
     for owner in (interface, interface.Worker):
         for name, value in values.items():
-            patches.replace(owner, name, staticmethod(lambda *_, value=value, **__: value))
-    patches.replace(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
+            patches.replace(owner, name, staticmethod(_always(value)))
+    patches.replace(torch._C, "_cuda_getCurrentRawStream", _always(0))
     has_triton = import_module("torch.utils._triton").has_triton
     has_triton.cache_clear()  # PyTorch may have asked without a GPU
     patches.callback(has_triton.cache_clear)
