@@ -224,6 +224,8 @@ def test_a_kernel_has_the_lines_that_it_computes_also_with_a_warm_cache(
     assert cold.target == "cuda 90 32"
     lines = {it["name"]: it["lines"] for it in cold.kernels}
     assert lines and all(lines.values())
+    outside = ("/torch/", "rehearse/played/", "local_parameters.py")
+    assert not [it for each in lines.values() for it in each if any(name in it for name in outside)]
     assert lines == {it["name"]: it["lines"] for it in warm.kernels}
     for function, code, file in (
         ("silu", "self.activate(", Path(module.__file__)),
@@ -246,6 +248,7 @@ def test_one_kernel_for_tensors_of_all_sizes_moves_the_bytes_of_each() -> None:
     ((record, count),) = run_ranks(updated, 1)
     assert not record.error, record.error[-2500:]
     (update,) = (it for it in record.kernels if "bitwise_xor" in it["name"])
+    assert any(line.startswith("backends/adamw.py:") for line in update["lines"])
     # Weights and both moments are read and written, and gradients are read.
     moved = update["times"] * update["bytes"]
     assert moved == pytest.approx(2 * 7 * count, rel=0.01)

@@ -53,8 +53,9 @@ _NVIDIA = re.compile(r"\b(REG|STACK):(\d+)")
 _AMD = re.compile(r"\.([sv]gpr_(?:spill_)?count): +(\d+)")
 _CHIPS = {"MI210": "gfx90a", "MI250": "gfx90a", "MI350": "gfx950", "MI355": "gfx950"}
 """The architectures of AMD's GPUs that are not gfx942."""
-_FRAME = re.compile(r'File "((?!.*/torch(?:ao)?/)[^"]+)(?<!local_parameters\.py)", line (\d+)')
-"""A frame outside of PyTorch, and of the wrapper through which all norms and projections of tp are called."""
+_NO_MODEL = r"(?!.*/(?:torch|torchao|rehearse/played)/|.*/local_parameters\.py)"
+_FRAME = re.compile(rf'File "({_NO_MODEL}[^"]+)", line (\d+)')
+"""A frame of the model: not of PyTorch, of this room, or of the wrapper of modules that tp divides."""
 _TRACKED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
