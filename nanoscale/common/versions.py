@@ -85,6 +85,8 @@ def nanoscale_version() -> str:
 def _source_sum() -> str:
     folder = Path(nanoscale.__file__).parent
     digest = hashlib.blake2b(digest_size=4)
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    files = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
+    for name in sorted(path.relative_to(folder).as_posix() for path in files):
+        if not name.startswith(("conf/", "recipes/")):  # a checkout has them elsewhere
+            digest.update(name.encode() + (folder / name).read_bytes())
     return digest.hexdigest()

@@ -50,8 +50,12 @@ def test_the_wheel_carries_every_configuration_file(wheel: Path) -> None:
             assert f"nanoscale/{file.relative_to(ROOT)}" in packed
 
 
-def test_the_wheel_carries_the_style_of_pages(wheel: Path) -> None:
-    assert "nanoscale/view/style.css" in zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_carries_the_files_beside_the_code(wheel: Path) -> None:
+    endings = (".css", ".yaml", ".sh", ".txt")
+    files = [it for it in (ROOT / "nanoscale").rglob("*.*") if it.suffix in endings]
+    assert {it.suffix for it in files} == set(endings)
+    packed = zipfile.ZipFile(wheel).namelist()
+    assert all(it.relative_to(ROOT).as_posix() in packed for it in files)
 
 
 def test_the_wheel_carries_the_licence(wheel: Path) -> None:
