@@ -114,6 +114,7 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
         "staging beside a step": (staging, 0.0),
         "nf4": (nf4_product, BF16),
         **({"mxfp8": (mxfp8_product, BF16)} if has_mxfp8(device) else {}),
+        **({"mxfp8 experts": (mxfp8_experts, BF16)} if has_mxfp8(device) else {}),
         "clip in the update": (clipped_update, FP32),
         "20 steps in fp32": (partial(steps_equal, (), 20), 1e-4),
         "3 steps with experts in fp32": (partial(steps_equal, MOE, 3), 1e-4),
@@ -287,6 +288,22 @@ def mxfp8_product(device: torch.device, compiled: bool = False) -> float:
         out = act(x)
         grad = noise(3, 2, 64, 384).to(where, torch.bfloat16)
         results.append([out, *torch.autograd.grad(out, [x, layer.weight], grad)])
+    return difference(*results)
+
+
+def mxfp8_experts(device: torch.device) -> float:
+    """Compare products of experts in MXFP8, one of which has no rows, with torchao's emulation on the CPU."""
+    results = []
+    for where in (device, CPU):
+        ends = torch.tensor([40, 40, 72, 79], dtype=torch.int32, device=where)
+        shapes = (79, 128), (4, 256, 128), (79, 256)
+        rows, weight, grad = (
+            noise(i, *it).to(where, torch.bfloat16) for i, it in enumerate(shapes)
+        )
+        rows, weight = rows.requires_grad_(), weight.requires_grad_()
+        out = low_bits.mxfp8_experts(emulate=where == CPU)(ends, rows, weight)
+        of_rows, of_weight = torch.autograd.grad(out, [rows, weight], grad)
+        results.append([out, of_rows, of_weight[[0, 2, 3]]])  # a GPU may not write an unused one's
     return difference(*results)
 
 

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from nanoscale.config import parameters
 from nanoscale.models.lora import frozen_matrices
+from nanoscale.models.moe import Experts, GroupedProduct
 from nanoscale.models.torchao_log import silence_torchao
 from nanoscale.models.transformer import Transformer
 
@@ -49,11 +50,14 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
     for number, block in model.layers.items():
         table = parameters.block(model.shape.of_layer(int(number)))
         for name, module in block.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.out_features > 1:  # not a gate of experts
                 sizes[id(module)] = table[f"{name}.weight"].local(tp)
     chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
     if recipe == "mxfp8":
         to_mxfp8([it for it in model.layers.modules() if id(it) in chosen_ids], emulate)
+        for module in model.layers.modules():
+            if isinstance(module, Experts):
+                module.product = mxfp8_experts(emulate)
         return
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(
@@ -72,6 +76,23 @@ def to_mxfp8(layers: list[Any], emulate: bool) -> None:
         layer.kernel_preference = choices.EMULATED if emulate else choices.AUTO
         layer.scale_calculation_mode = mxfp8_linear.ScaleCalculationMode.RCEIL
         layer.wgrad_with_hp = False
+
+
+def mxfp8_experts(emulate: bool) -> GroupedProduct:
+    """Return the product of experts in MXFP8, which adds rows of zeros up to multiples of 32."""
+    silence_torchao()
+    from torchao.prototype.moe_training import mxfp8_grouped_mm
+
+    choices = mxfp8_grouped_mm.KernelPreference
+
+    def product(ends: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        result: Tensor = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm(
+            rows, weight.mT, offs=ends, pad_token_groups_for_grouped_mm=True,
+            kernel_preference=choices.EMULATED if emulate else choices.AUTO,
+        )  # fmt: skip
+        return result
+
+    return product
 
 
 def is_faster(recipe: str, outputs: int, inputs: int) -> bool:

@@ -28,6 +28,8 @@ from nanoscale.config.schema import Model
 
 Activations = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Functions of the results of gate and of up, whose product is the input of down."""
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function of the ends of the experts' rows, the rows, and the matrices `[experts, out, in]`."""
 BIAS_UNIT = 2.0**-40
 """A router's bias is an integer of these units: no cast of the model to another dtype changes it."""
 
@@ -219,6 +221,8 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
         self.activations, self.has_biases = activations(shape), shape.bias
+        self.product: GroupedProduct | None = None
+        """The product in 8 bits; None: in the compute dtype."""
         if shape.bias:
             self.gate_bias = nn.Parameter(torch.empty(experts, ffn))
             self.up_bias = nn.Parameter(torch.empty(experts, ffn))
@@ -245,6 +249,7 @@ class Experts(nn.Module):
             scales,
             pairs.load,
             *(self.gate, self.up, self.down, *biases),
+            product=self.product,
         )
         return sum_rows(outputs, pairs)
 
@@ -281,6 +286,7 @@ def run_experts(
     scales: Tensor,
     load: Tensor,
     *weights: Tensor,
+    product: GroupedProduct | None = None,
 ) -> Tensor:
     """Apply the experts to rows sorted by expert, `[rows, hidden]` once for gate and once for up, and multiply
     the results with `[rows]`.
@@ -295,10 +301,10 @@ def run_experts(
         of_gate, of_up, *weights = (x.to(compute_dtype) for x in (*rows, *weights))  # type: ignore[assignment]
     scales = scales.to(of_gate.dtype).unsqueeze(-1)
     gate, up, down, *biases = weights
-    if _supports_grouped_mm(of_gate, gate):
+    if product is not None or _supports_grouped_mm(of_gate, gate):
         if _leaves_unused_unwritten(of_gate.device):
             gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
-        matmul: Any = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
+        matmul: Any = partial(product or _grouped_matmul, load.cumsum(0, dtype=torch.int32))
     else:
         matmul = partial(_MatmulByExpert.apply, load)
     activate, lift = activations

@@ -154,7 +154,11 @@ MATMULS = {
     for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm")
     if hasattr(aten, name)
 }
-EXPERT_MATMULS = {aten._grouped_mm.default, multiply_by_expert._opoverload}
+EXPERT_MATMULS = {
+    aten._grouped_mm.default,
+    aten._scaled_grouped_mm.default,
+    multiply_by_expert._opoverload,
+}
 # Reduced results are as small as the residual stream, and recomputing them would communicate again. A gathered
 # sequence is tp times as large as its shards: keeping it would undo sequence parallelism's saving, so it is
 # gathered again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nanoscale.backends import low_bits
 from nanoscale.config.resolved import ResolvedConfig
@@ -16,7 +17,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models.transformer import Transformer
 from tests.support.layouts import Row, record_all, row_config
 from tests.support.ranks import run_ranks
-from tests.support.rows import usual_rows
+from tests.support.rows import exhaustive, usual_rows
 from tests.support.token_files import write_indexed
 
 mxfp8_linear = pytest.importorskip(
@@ -30,12 +31,15 @@ SHAPE = Model(
     layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=96, max_seq_len=SEQ,
     init_std=0.2,
 )  # fmt: skip
+MOE = replace(SHAPE, experts=4, experts_per_token=2)
+SHARED = replace(MOE, shared_ffn=64, shared_gate=True, dense_layers=1, dense_ffn=128)
 
 
 def in_mxfp8(x: Tensor) -> Tensor:
     """Round the rows of `x` to MXFP8, in fp64: the smallest power of two with which no number is too large."""
     blocks = x.double().unflatten(-1, (-1, BLOCK))
     scales = 2.0 ** (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil()
+    scales = torch.where(scales == 0, 1.0, scales)
     return ((blocks / scales).float().to(torch.float8_e4m3fn).double() * scales).flatten(-2)
 
 
@@ -100,6 +104,36 @@ def test_small_matrices_stay_in_16_bits() -> None:
     assert kept == ["attention.wk", "attention.wv"]
 
 
+def test_products_of_experts_round_what_they_sum() -> None:
+    """An expert's rows are a multiple of a block with zeros; the second one has none."""
+    dice, load = torch.Generator().manual_seed(2), [40, 0, 7, 32]
+    rows = torch.randn(sum(load), 64, generator=dice).bfloat16().requires_grad_()
+    weight = torch.randn(4, 96, 64, generator=dice).bfloat16().requires_grad_()
+    grad = torch.randn(sum(load), 96, generator=dice).bfloat16()
+    ends = torch.tensor(load).cumsum(0, dtype=torch.int32)
+    out = low_bits.mxfp8_experts(emulate=True)(ends, rows, weight)
+    found = [out, *torch.autograd.grad(out, [rows, weight], grad)]
+
+    def products(rounded: Any) -> list[Tensor]:
+        results = []
+        for x, matrix, of_out in zip(
+            rows.detach().split(load), weight.detach(), grad.split(load), strict=True
+        ):
+            down = [F.pad(it.T, (0, -len(it) % BLOCK)) for it in (of_out, x)]
+            of_weight = rounded(down[0]) @ rounded(down[1]).T
+            both = rounded(x) @ rounded(matrix).T, rounded(of_out) @ rounded(matrix.T).T
+            results.append((*both, of_weight))
+        outs, of_rows, of_weights = zip(*results, strict=True)
+        return [torch.cat(outs), torch.cat(of_rows), torch.stack(of_weights)]
+
+    assert found[2][1].count_nonzero() == 0
+    for one, expected, exact in zip(
+        found, products(in_mxfp8), products(torch.Tensor.double), strict=True
+    ):
+        assert difference(one, expected) < 2**-8
+        assert 0.01 < difference(one, exact) < 2**-4
+
+
 def job(folder: Path, stage: int = 0, micro_batch: int = 2, recipe: str | None = "mxfp8",
         shape: Model = SHAPE, **degrees: Any) -> ResolvedConfig:  # fmt: skip
     row = Row("", degrees, stage, micro_batch, shape)
@@ -141,6 +175,21 @@ def test_layouts_train_the_same(tmp_path: Path, rows: list[dict[str, Any]]) -> N
     deep = {"shape": replace(SHAPE, layers=4)}
     wide, alone = (losses(0, job(tmp_path, recipe=it, **deep)) for it in (None, "mxfp8"))
     for found in run_ranks(all_losses, 2, [job(tmp_path, **deep, **row) for row in rows])[0]:
+        assert found == pytest.approx(alone, rel=0.02)
+        assert found != wide
+    assert alone != wide and alone == pytest.approx(wide, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [MOE, exhaustive(SHARED)])
+def test_experts_train_the_same_on_two_ranks(tmp_path: Path, shape: Model) -> None:
+    write_tokens(tmp_path)
+    wide, alone = (losses(0, job(tmp_path, recipe=it, shape=shape)) for it in (None, "mxfp8"))
+    rows: list[dict[str, Any]] = [
+        {"dp": 2, "stage": 3}, {"dp": 2, "ep": 2, "stage": 1}, {"dp": 2, "ep": 2, "stage": 3},
+        {"tp": 2}, {"tp": 2, "ep": 2, "ep_over_tp": True},
+    ]  # fmt: skip
+    for found in run_ranks(all_losses, 2, [job(tmp_path, shape=shape, **row) for row in rows])[0]:
         assert found == pytest.approx(alone, rel=0.02)
         assert found != wide
     assert alone != wide and alone == pytest.approx(wide, rel=0.1)

@@ -211,6 +211,8 @@ LAWS = [
     (["precision=fp8", "parallel.tp=2", "parallel.tp_overlap=true"], gpus(2), "parallel.tp_overlap"),
     (["precision=fp8", "model.ffn=100"], gpus(1), "precision.fp8"),
     (["precision=mxfp8", "model.ffn=144"], Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8"),
+    (["precision=mxfp8", "model.experts=8", "model.ffn=64", "model.shared_ffn=48"],
+     Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8"),
     (["precision=mxfp8"], gpus(1), "precision.fp8_recipe"),
     (["precision=mxfp8", "cluster=h200"], Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8_recipe"),
     (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),
@@ -658,6 +660,8 @@ def test_gpus_with_8_bit_products():
 def test_gpus_with_mxfp8():
     for name in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA GB300"):
         assert checked("precision=mxfp8", on=Devices("cuda", 1, (name,))).precision.fp8
+    mixture = ("model.experts=8", "model.ffn=64", "model.shared_ffn=64")
+    assert checked("precision=mxfp8", *mixture, on=Devices("cuda", 1, ("NVIDIA B200",)))
     described = ("cluster=b200", "cluster.device=ours")
     assert checked("precision=mxfp8", *described, on=gpus(1)).precision.fp8
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 5090", "AMD Instinct MI355X"):

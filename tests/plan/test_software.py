@@ -113,6 +113,16 @@ def test_row_wise_scales_cost_products_and_casts(software: Software):
     assert tensor.matmul < mixed.matmul < wide.matmul
 
 
+def test_block_scales_cost_casts_and_no_products():
+    compiled = Backend(compile="on")
+    tensor, block = (
+        parts(precision=replace(FP8, fp8_recipe=recipe), backend=compiled)
+        for recipe in ("tensorwise", "mxfp8")
+    )
+    assert block.matmul == tensor.matmul
+    assert block.elementwise > tensor.elementwise
+
+
 def test_megatron_hides_gathers_and_reductions_behind_its_pipeline():
     layout = {"pp": 4, "dp": 16, "global_batch": 512, "zero": Zero(stage=1)}
     ours, theirs = parts(**layout), parts(MEGATRON, **layout)

@@ -76,6 +76,18 @@ def test_products_in_eight_bits_have_copies(compiled: bool, of_result: int, of_i
     assert saved(shape, narrow) == sizes | {name: sizes[name] // BYTES for name in names}
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_products_in_mxfp8_keep_their_inputs_in_16_bits(compiled: bool) -> None:
+    shape, run = block(8, fused=compiled)
+    narrow = replace(run, fp8=True, mxfp8=True)
+    assert saved(shape, narrow) == saved(shape, run)
+    inner, whole = TOKENS * 512 // 8 * BYTES, TOKENS * HIDDEN * BYTES
+    weight = 0 if compiled else HIDDEN * 512 // 8
+    last = inner + whole + TOKENS * (2 * HIDDEN + 512 // 8) + weight
+    first = 2 * whole - (2 if compiled else 3) * inner + TOKENS * (2 * 512 // 8 + HIDDEN) + weight
+    assert working_memory(shape, narrow) == max(last, first) + whole // 8
+
+
 def test_eight_bits_are_planned_with_them() -> None:
     base = complete(model=MODEL)
     base = replace(

@@ -89,10 +89,13 @@ def fp8_tile(config: Config) -> int:
 def _odd_sizes(config: Config) -> list[str]:
     """List the sizes of the blocks' products that 8-bit hardware does not support."""
     model, train, tp = config.model, config.train, config.parallel.tp
+    expert_tp = config.parallel.expert_tp if model.experts else tp
     of_rank = f" / {tp}" * (tp > 1)
     sizes = {
         "model.hidden": model.hidden,
-        f"model.ffn{of_rank}": model.ffn // tp,
+        f"model.ffn{f' / {expert_tp}' * (expert_tp > 1)}": model.ffn // expert_tp,
+        f"model.shared_ffn{of_rank}": model.shared_ffn // tp,
+        f"model.dense_ffn{of_rank}": model.dense_ffn // tp if model.dense_layers else 0,
         f"the query heads together{of_rank}": model.q_width // tp,
         f"the key heads together{of_rank}": model.kv_width // tp,
         "the tokens of a rank": train.seq_len // config.parallel.cp,
@@ -111,7 +114,8 @@ RULES = of_kind("config",
     Rule("precision.fp8",
         (
             *("precision.fp8", "precision.fp8_recipe", "parallel.tp", "parallel.cp", "train.seq_len"),
-            *("model.hidden", "model.ffn"),
+            *("model.hidden", "model.ffn", "model.shared_ffn", "model.dense_ffn", "model.dense_layers"),
+            *("model.experts", "parallel.ep_over_tp"),
             *(f"model.{name}" for name in ("heads", "kv_heads", "head_dim", "v_head_dim")),
             *("model.q_rank", "model.kv_rank", "model.rope_head_dim"),
         ), lambda config: not (config.precision.fp8 and _odd_sizes(config)),

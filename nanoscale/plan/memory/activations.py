@@ -125,7 +125,7 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     if shape.model.is_gated:
         sizes["gate"] = inner
     sizes["product" if shape.model.is_gated else "activated"] = inner
-    if run.fp8 and run.fused:  # what a product reads is kept in 8 bits
+    if run.narrow_inputs:
         for name in ("normed", "normed middle", "product"):
             sizes[name] = sizes.get(name, 0) // e
     if shape.model.is_gated and not (run.fused or run.fused_activation):
@@ -349,7 +349,7 @@ def working_memory(shape: Shape, run: Execution) -> int:
     inner = shape.tokens * shape.ffn * run.compute
     hidden = shape.tokens * shape.hidden * run.compute
     first = 2 if shape.model.is_gated else 1
-    freed = inner // (run.compute if run.fp8 and run.fused else 1)  # the last product's saved input
+    freed = inner // (run.compute if run.narrow_inputs else 1)  # the last product's saved input
     saved_activation = int(shape.model.is_gated and not (run.fused or run.fused_activation))
     last_product = inner + (hidden if shape.shares > 1 else 0)
     last_product += _copies(shape.hidden, shape.ffn, shape, run)
@@ -370,10 +370,13 @@ def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:
 
     There are a row-major and a column-major copy of the result's gradient, and a column-major copy of the
     input. If the block is not compiled, a second copy of each column-major tensor exists (torchao.float8:
-    `matmul_with_hp_or_float8_args.backward`, and the copies of `preprocess_addmm`).
+    `matmul_with_hp_or_float8_args.backward`, and the copies of `preprocess_addmm`); mxfp8 has the matrix
+    (torchao's `mx_mm.backward`).
     """
     if not run.fp8:
         return 0
+    if run.mxfp8 and not run.fused:
+        return shape.tokens * (2 * outputs + inputs) + outputs * inputs
     of_result, of_input = (2, 1) if run.fused else (3, 2)
     return shape.tokens * (of_result * outputs + of_input * inputs)
 

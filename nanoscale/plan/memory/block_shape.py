@@ -93,8 +93,15 @@ class Execution:
     """True if one kernel computes all experts of a rank."""
     fp8: bool = False
     """True for products in 8 bits, which copy their operands."""
+    mxfp8: bool = False
+    """True if these products cast what they read, and keep in the compute dtype, again in the backward pass."""
     gathered_keys: int = 0
     """Other software: tokens whose keys and values context parallelism gathers, repeated for every head."""
+
+    @property
+    def narrow_inputs(self) -> bool:
+        """True if the inputs of products are kept in 8 bits."""
+        return self.fp8 and self.fused and not self.mxfp8
 
 
 Sizes = dict[str, int]

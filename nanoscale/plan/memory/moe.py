@@ -13,6 +13,10 @@ INDEX = 8
 """Bytes of the number of a row or of an expert."""
 
 
+_BLOCK = 32
+"""The rows of MXFP8 that share a scale in the gradients of weights."""
+
+
 def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of every tensor that autograd saves in the feed-forward of an MoE block."""
     rows, number = shape.routed * shape.experts_per_token, run.compute
@@ -33,6 +37,12 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     if shape.local_experts < shape.model.experts:
         sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.routed)
     sizes["product"] = inner
+    if (
+        run.mxfp8
+    ):  # torchao saves the rows of each product, with at most one block of zeros for each expert
+        zeros = _BLOCK * shape.local_experts
+        sizes["dispatched"] = 2 * (rows + zeros) * shape.hidden * number
+        sizes["product"] += zeros * shape.ffn * number
     if not run.fused:
         sizes["unweighted"] = inner
         sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
@@ -88,6 +98,8 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
         routed = max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner)
     else:
         routed = max(first, 3 * matrix - 4 * inner + max(0, matrix - outputs))
+    if run.mxfp8:  # the padded gradient of the results, twice in 8 bits, and the inputs in 8 bits
+        routed += rows * ((number + 2) * shape.hidden + shape.ffn)
     if not shape.model.shared_ffn:
         return stream + routed
     # The backward pass of the shared block comes first, and its gradient of the input stays.

@@ -71,6 +71,7 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         # One kernel computes all experts in bf16 (`models.moe.run_experts`).
         grouped=gpu and precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0,
         fp8=precision.fp8,
+        mxfp8=precision.fp8 and precision.fp8_recipe == "mxfp8",
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
