@@ -22,6 +22,8 @@ from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     FORWARD,
     FULL_BACKWARD,
+    RESHARD,
+    UNSHARD,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
@@ -132,6 +134,9 @@ class Pipeline:
         if name in SINGLE:
             return SINGLE[name](pipeline_stages[0], accumulation, loss, scale_grads=False)
         schedule = MULTI[name](pipeline_stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
+        orders: dict[int, list[Any]] = getattr(schedule, "pipeline_order_with_comms", {})
+        for rank, actions in orders.items():
+            orders[rank] = gathered_once(actions)
         for stage in pipeline_stages:
             stage.arrived = arrived_gradients(schedule.pipeline_order, stage.stage_index)
         return schedule
@@ -270,6 +275,27 @@ def _handed_over(retrieve: Callable[[int], Any], infos: dict[int, Any], micro_ba
     for info in infos[micro_batch]:
         info.buffer = info.empty
     return tensors
+
+
+def gathered_once(actions: list[Any]) -> list[Any]:
+    """Return the actions of a step in which each stage's parameters are whole from its first use to its last.
+
+    torch gathers them again whenever a stage is not among the next three, and frees them in between.
+    """
+
+    def first_of_each(kind: Any, ordered: list[Any]) -> list[Any]:
+        first = {
+            it.stage_index: at
+            for at, it in reversed([*enumerate(ordered)])
+            if it.computation_type == kind
+        }
+        return [
+            it
+            for at, it in enumerate(ordered)
+            if it.computation_type != kind or first[it.stage_index] == at
+        ]
+
+    return first_of_each(RESHARD, first_of_each(UNSHARD, actions)[::-1])[::-1]
 
 
 def arrived_gradients(order: dict[int, list[Any]], stage: int) -> dict[int, list[int]]:

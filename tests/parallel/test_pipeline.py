@@ -11,11 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _add_unshard_reshard
 from torch.torch_version import TorchVersion
 
 from nanoscale.common.errors import UserError
 from nanoscale.config import layout
-from nanoscale.parallel.pipeline import MULTI, SINGLE, Pipeline, _require_torch, _Stage
+from nanoscale.parallel.pipeline import (
+    MULTI,
+    SINGLE,
+    Pipeline,
+    _require_torch,
+    _Stage,
+    gathered_once,
+)
 from tests.support.ranks import run_ranks
 
 BOUNDARY = (1, 3, 7)
@@ -41,6 +49,23 @@ def test_a_stage_receives_in_the_group_that_torch_names(
     monkeypatch.setattr(PipelineStage, "_get_recv_ops", lambda _, infos, *group: (infos, group))
     received: Any = object.__new__(_Stage)._get_recv_ops([], *group)
     assert received == ([], group)
+
+
+def test_a_stage_is_gathered_before_its_first_use_and_freed_after_its_last() -> None:
+    passes = [f"{stage}F{batch}" for batch in range(2) for stage in range(5)]
+    passes += [f"{stage}B{batch}" for batch in range(2) for stage in reversed(range(5))]
+    gathering = _add_unshard_reshard([_Action.from_str(it) for it in passes])
+    texts = [str(it) for it in gathered_once(gathering)]
+    assert len(texts) < len(gathering)
+    assert [it for it in texts if not it.endswith("SHARD")] == passes
+    for stage in range(5):
+        uses = [at for at, it in enumerate(texts) if it[:2] in (f"{stage}F", f"{stage}B")]
+        gathers, frees = (
+            [at for at, it in enumerate(texts) if it == f"{stage}{kind}"]
+            for kind in ("UNSHARD", "RESHARD")
+        )
+        assert len(gathers) == len(frees) == 1
+        assert gathers[0] < uses[0] <= uses[-1] < frees[0]
 
 
 class _Linear(nn.Module):
