@@ -37,7 +37,7 @@ from nanoscale.models import initialization, moe
 from nanoscale.models.attention import (
     AttentionSpan,
     CausalAttention,
-    Documents,
+    DocumentEnds,
     merge_sinks,
     pad_heads,
 )
@@ -223,8 +223,8 @@ def attention(head: int, device: torch.device, limit: str = "") -> float:
     def act(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         span = None
         if limit in ("documents", "window"):
-            ends, longest = Documents.of(np.array(documents, np.int32))
-            span = AttentionSpan.of(Documents(ends.to(q.device), longest), 300)
+            ends, longest = DocumentEnds.of(np.array(documents, np.int32))
+            span = AttentionSpan.of(DocumentEnds(ends.to(q.device), longest), 300)
             span = span._replace(window=50 if limit == "window" else None)
         out = module(q, k, v, span, sinks=sink if limit == "sinks" else None)
         return out + 0 * sink.sum()

@@ -23,7 +23,7 @@ from benchmarks.gpu.peers import seconds_of
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.schema import Optimizer
 from nanoscale.models import moe
-from nanoscale.models.attention import AttentionSpan, CausalAttention, Documents
+from nanoscale.models.attention import AttentionSpan, CausalAttention, DocumentEnds
 
 Figures = dict[str, Any]
 SEQ, HEADS, TOKENS = 8192, 32, 16384
@@ -106,7 +106,7 @@ def attention(
             return timed(act, [q, k, v], flops, 2.5)
     layer = CausalAttention(SimpleNamespace(attention_softcap=None))  # type: ignore[arg-type]
     ends = torch.arange(near if documents else seq, seq + 1, near, device=device).int()
-    span = AttentionSpan.of(Documents(ends.unsqueeze(0), near), seq)._replace(
+    span = AttentionSpan.of(DocumentEnds(ends.unsqueeze(0), near), seq)._replace(
         window=near if window else None
     )
     return timed(partial(layer, q, k, v, span), [q, k, v], flops, 2.5)

@@ -21,7 +21,7 @@ from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models import hf_attention, lora
-from nanoscale.models.attention import CausalAttention, Documents
+from nanoscale.models.attention import CausalAttention, DocumentEnds
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, LossHead, saved_buffers
 from nanoscale.models.own_model import OwnModel
@@ -362,7 +362,9 @@ class Engine(ABC):
             total /= parallel.tp * parallel.pp * parallel.cp
         return total.clamp(min=1)
 
-    def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None, Tensor | None]:
+    def _local_batch(
+        self, batch: Batch
+    ) -> tuple[Tensor, Tensor, DocumentEnds | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
         Rows that end with padding are as long as the longest of the micro batch. References, or None, are
@@ -378,7 +380,7 @@ class Engine(ABC):
                 references = references[:, positions]
         documents, ends = None, batch.ends()
         if ends is not None:
-            documents = Documents.of(ends)
+            documents = DocumentEnds.of(ends)
             documents = documents._replace(ends=self._to_device(documents.ends))
         if references is not None:
             references = self._to_device(references.view(torch.int64))

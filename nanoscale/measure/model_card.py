@@ -24,6 +24,7 @@ from nanoscale.config.hf.safetensors_headers import are_equal, read_folder
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.measure import conformity
+from nanoscale.models.attention import DocumentEnds
 from nanoscale.models.mixers import recurrence
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
@@ -85,7 +86,7 @@ def _record(config: ResolvedConfig, batches: list[Batch]) -> conformity.StepReco
     (model,) = engine.stages.values()
     for batch in batches:
         ends = batch.ends()
-        documents = None if ends is None else torch.from_numpy(ends)
+        documents = None if ends is None else DocumentEnds.of(ends)
         value = model(torch.from_numpy(batch.inputs), documents, torch.from_numpy(batch.targets))
         value.backward()
         loss += value.item()

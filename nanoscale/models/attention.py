@@ -28,8 +28,8 @@ from nanoscale.models.attention_kernels import (
 )
 
 
-class Documents(NamedTuple):
-    """The documents of the whole sequences of a micro batch."""
+class DocumentEnds(NamedTuple):
+    """The documents of the whole sequences of a micro batch, by their ends."""
 
     ends: Tensor
     """int32 `[rows, documents]` (`Batch.ends`)."""
@@ -37,7 +37,7 @@ class Documents(NamedTuple):
     """The tokens of the longest one."""
 
     @classmethod
-    def of(cls, ends: np.ndarray) -> Documents:
+    def of(cls, ends: np.ndarray) -> DocumentEnds:
         """Return the documents that end there, in host memory: on a device the longest would cost a wait."""
         return cls(torch.from_numpy(ends), int(np.diff(ends, prepend=0).max()))
 
@@ -55,7 +55,7 @@ class AttentionSpan(NamedTuple):
     """The last tokens up to each token that it sees; None: all."""
 
     @classmethod
-    def of(cls, documents: Documents, length: int) -> AttentionSpan:
+    def of(cls, documents: DocumentEnds, length: int) -> AttentionSpan:
         """Return the span of documents of rows of this length."""
         ends, longest = documents
         rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * length

@@ -27,7 +27,7 @@ from nanoscale.config.objectives import made_for
 from nanoscale.config.schema import Model
 from nanoscale.data.batch import IGNORED
 from nanoscale.models import hf_attention, hf_mixers, hf_stage
-from nanoscale.models.attention import AttentionSpan, Documents, Mask
+from nanoscale.models.attention import AttentionSpan, DocumentEnds, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
 from nanoscale.models.initialization import ADAPTER, Draw, draw, parameter_seed
@@ -106,7 +106,7 @@ class HFModel(Transformer):
     def forward(
         self,
         inputs: Tensor,
-        documents: Documents | None = None,
+        documents: DocumentEnds | None = None,
         targets: Tensor | None = None,
         references: Tensor | None = None,
     ) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
-from nanoscale.models.attention import AttentionSpan, CausalAttention, Documents, Mask
+from nanoscale.models.attention import AttentionSpan, CausalAttention, DocumentEnds, Mask
 from nanoscale.models.attention_kernels import takes_narrow_values
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         inputs: Tensor,
-        documents: Documents | None = None,
+        documents: DocumentEnds | None = None,
         targets: Tensor | None = None,
         references: Tensor | None = None,
     ) -> Tensor:
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
         """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
 
-    def make_masks(self, inputs: Tensor, length: int, documents: Documents | None) -> Masks:
+    def make_masks(self, inputs: Tensor, length: int, documents: DocumentEnds | None) -> Masks:
         """Return the masks of whole sequences of this length with these documents."""
         span = None if documents is None else AttentionSpan.of(documents, length)
         window = self.shape.sliding_window

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from nanoscale.common.errors import UserError
 from nanoscale.config import layout as config_layout
 from nanoscale.config.resolved import ResolvedParallel
-from nanoscale.models.attention import Documents
+from nanoscale.models.attention import DocumentEnds
 from nanoscale.models.transformer import Transformer
 
 SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -87,7 +87,7 @@ class Pipeline:
         self,
         inputs: Tensor,
         targets: Tensor,
-        documents: Documents | None,
+        documents: DocumentEnds | None,
         references: Tensor | None,
         accumulation: int,
     ) -> None:

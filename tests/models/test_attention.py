@@ -16,7 +16,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.models.attention import (
     PASSES,
     AttentionSpan,
-    Documents,
+    DocumentEnds,
     dense_attention,
     limited_attention,
 )
@@ -34,10 +34,10 @@ def batch_of(documents: np.ndarray) -> Batch:
     return Batch(tokens, np.roll(tokens, -1, 1), documents)
 
 
-def documents_of(numbers: np.ndarray) -> Documents:
+def documents_of(numbers: np.ndarray) -> DocumentEnds:
     ends = batch_of(numbers).ends()
     assert ends is not None
-    return Documents.of(ends)
+    return DocumentEnds.of(ends)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_compiled_block_computes_the_same_for_any_number_of_documents(mode: An
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         gradients = []
         for model in models:
-            loss = model(inputs, Documents.of(batch.ends()), targets)
+            loss = model(inputs, DocumentEnds.of(batch.ends()), targets)
             gradients.append(torch.autograd.grad(loss, [*model.parameters()]))
         for plain, found in zip(*gradients, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
@@ -129,8 +129,8 @@ def test_flash_attention_equals_the_portable_kernel(
     )
     q, grad = q[:, :, earlier:], grad[:, :, earlier:]
     ends, longest = documents_of(DOCUMENTS)
-    starts = AttentionSpan.of(Documents(ends, longest), SEQ).starts.cuda()
-    later = Documents((ends - earlier).clamp(min=0), longest)
+    starts = AttentionSpan.of(DocumentEnds(ends, longest), SEQ).starts.cuda()
+    later = DocumentEnds((ends - earlier).clamp(min=0), longest)
     queries = AttentionSpan.of(later, SEQ - earlier).starts.cuda()
     lengths = starts.diff().view(ROWS, -1)  # of keys
     if not causal:  # the first document has none

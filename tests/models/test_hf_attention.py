@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Model
 from nanoscale.models import hf_attention
-from nanoscale.models.attention import AttentionSpan, CausalAttention, Documents
+from nanoscale.models.attention import AttentionSpan, CausalAttention, DocumentEnds
 from nanoscale.models.hf_model import HFModel, require_stages
 from tests.support import hf_models
 from tests.support.jobs import make_config, packed_data, write_documents, write_tokens
@@ -50,7 +50,7 @@ def test_documents_are_as_if_each_were_alone(family: str, tmp_path: Path) -> Non
     torch.testing.assert_close(
         whole.view(2, 24, -1), expected, rtol=1e-5, atol=1e-5
     )  # fp32 softmax
-    found = model(tokens, Documents.of(np.array(ENDS, np.int32)))
+    found = model(tokens, DocumentEnds.of(np.array(ENDS, np.int32)))
     torch.testing.assert_close(found, whole.view(2, 24, -1), rtol=1e-10, atol=1e-10)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config, Model
 from nanoscale.models import hf_attention
-from nanoscale.models.attention import CausalAttention, Documents
+from nanoscale.models.attention import CausalAttention, DocumentEnds
 from nanoscale.models.hf_model import HFModel
 from nanoscale.models.mixers.pieces import Division, Rows, convolve_rows, recur_rows
 from nanoscale.models.mixers.recurrence import recur
@@ -291,7 +291,7 @@ def test_packed_rows_train_as_separate_documents(
         alone = trained(
             [(tokens[i, None, a:b], targets[i, None, a:b], None) for i, a, b in borders]
         )
-        packed = trained([(tokens, targets, Documents.of(np.array(ENDS, np.int32)))])
+        packed = trained([(tokens, targets, DocumentEnds.of(np.array(ENDS, np.int32)))])
     torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
 
 

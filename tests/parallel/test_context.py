@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from nanoscale.config.schema import Model
 from nanoscale.models import attention, attention_kernels
-from nanoscale.models.attention import PASSES, AttentionSpan, Documents, dense_attention
+from nanoscale.models.attention import PASSES, AttentionSpan, DocumentEnds, dense_attention
 from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs, has_cudnn
 from nanoscale.parallel import context, ring
 from tests.support.ranks import run_ranks
@@ -136,7 +136,7 @@ def limited_rank(
         core = context.make_core(method, dist.group.WORLD, Model(attention_softcap=softcap))
         local = [x.detach()[:, :, mine].requires_grad_() for x in leaves[:3]]
         local += [x.detach().requires_grad_() for x in leaves[3:]]
-        span = AttentionSpan.of(Documents.of(ends.numpy()), SEQ)._replace(
+        span = AttentionSpan.of(DocumentEnds.of(ends.numpy()), SEQ)._replace(
             window=window if window < SEQ else None
         )
         with patch.object(Limits, "seen", seen_within_bound):

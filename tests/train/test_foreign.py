@@ -23,7 +23,7 @@ from nanoscale.config.hf.any_model import sizes
 from nanoscale.config.schema import Backend, Config, Data, Lora, Model, Optimizer, Train
 from nanoscale.config.translation.miniature import small_hf_model
 from nanoscale.data.batch import IGNORED
-from nanoscale.models.attention import CausalAttention, Documents
+from nanoscale.models.attention import CausalAttention, DocumentEnds
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
 from nanoscale.models.initialization import fill
@@ -187,7 +187,7 @@ def tp_differences(
         tokens, targets = torch.randint(64, (2, 2, 13))
         documents = None
         if family in ("qwen3", "granite_swa", "olmo_hybrid", "nemotron_h"):
-            documents = Documents.of(np.array([[5, 9, 13], [4, 11, 13]]))
+            documents = DocumentEnds.of(np.array([[5, 9, 13], [4, 11, 13]]))
             for model in models:
                 model.attend_with(CausalAttention(shape))
         weights = {

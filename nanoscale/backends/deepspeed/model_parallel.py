@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
-from nanoscale.models.attention import Documents
+from nanoscale.models.attention import DocumentEnds
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.pipeline import Loss
 
@@ -59,7 +59,7 @@ class Groups:
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
-StageInputs = tuple[Documents | None, Tensor, Tensor | None]
+StageInputs = tuple[DocumentEnds | None, Tensor, Tensor | None]
 """A micro batch's documents, or None, its targets, and the references of pairs, or None."""
 
 
