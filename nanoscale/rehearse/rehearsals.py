@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import nanoscale
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
-from nanoscale.common.versions import missing
+from nanoscale.common.versions import missing, nanoscale_version
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError, described
 from nanoscale.config.reference import flat
@@ -53,8 +52,9 @@ def why_unplayable(config: ResolvedConfig) -> Violation | None:
         return Violation("lora.base", "nf4", "", message, ("lora.base=whole",))
     if config.precision.fp8 and config.precision.fp8_recipe == "mxfp8":
         message = "casts in kernels of torchao that exist on GPUs alone, so it is not rehearsed"
-        usual = "precision.fp8_recipe=tensorwise"
-        return Violation("precision.fp8_recipe", "mxfp8", "", message, (usual,))
+        whole = "precision.fp8=false " if config.model.experts else ""
+        advice = f"{whole}precision.fp8_recipe=tensorwise"
+        return Violation("precision.fp8_recipe", "mxfp8", "", message, (advice,))
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"
@@ -85,12 +85,9 @@ def digest(
 ) -> str:  # fmt: skip
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
     what = [_shaping(config), gpu, ranks, steps, every_batch]
-    names = [json.dumps(what, sort_keys=True), sys.version]
+    names = [json.dumps(what, sort_keys=True), sys.version, nanoscale_version()]
     names += [importlib.metadata.version("torch"), missing("triton")]
-    result = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
-    for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
-        result.update(file.read_bytes())
-    return result.hexdigest()
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
 
 def _shaping(config: Config) -> dict[str, Any]:

@@ -181,25 +181,31 @@ def check_fp8(resolution: Resolution) -> None:
     if not resolution.config.precision.fp8:
         return
     weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})
+    without = resolution.completed(_NO_FP8)
     if weak and resolution.config.launcher.device == "cuda" and not resolution.remote:
         message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
-        resolution.refuse("precision.fp8", message, _NO_FP8)
+        resolution.refuse("precision.fp8", message, without)
     elif resolution.config.precision.fp8_recipe == "mxfp8":
-        _check_mxfp8(resolution)
-    resolution.require_for_ranks("precision.fp8", "torchao", _NO_FP8)
+        _check_mxfp8(resolution, without)
+    resolution.require_for_ranks("precision.fp8", "torchao", without)
 
 
-def _check_mxfp8(resolution: Resolution) -> None:
-    cluster, usual = resolution.config.cluster, "precision.fp8_recipe=tensorwise"
+def _check_mxfp8(resolution: Resolution, without: str) -> None:
+    cluster = resolution.config.cluster
+    advice = (
+        without if resolution.config.model.experts else "precision.fp8_recipe=tensorwise",
+        without,
+    )
     weak = sorted({name for name in device_names(resolution) if not _HAS_MXFP8.search(name)})
     is_described = cluster.device is not None and int(cluster.compute_capability or 0) == 10
     if weak and not is_described and resolution.config.launcher.device == "cuda":
-        message = f"{_NEEDS_MXFP8}, which {listed(weak)} has not"
-        resolution.refuse("precision.fp8_recipe", message, usual, "precision=bf16")
+        message = f"{_NEEDS_MXFP8}, not {listed(weak)}"
+        resolution.refuse("precision.fp8_recipe", message, *advice)
     with suppress(PackageNotFoundError):
-        if resolution.same_python and version("torchao") < "0.18":
-            message = f"needs torchao 0.18 or newer, and this is {version('torchao')}"
-            resolution.refuse("precision.fp8_recipe", message, usual)
+        installed = version("torchao")
+        if resolution.same_python and [*map(int, installed.split(".")[:2])] < [0, 18]:
+            message = f"needs torchao 0.18 or newer, and this is {installed}"
+            resolution.refuse("precision.fp8_recipe", message, *advice)
 
 
 # --- attention kernels ----------------------------------------------------------------------------
