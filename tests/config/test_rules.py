@@ -670,11 +670,35 @@ def test_gpus_with_mxfp8():
         assert "precision.fp8_recipe=tensorwise" in weak.suggestions
 
 
-def test_mxfp8_needs_a_new_torchao(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.numbers.version", lambda _: "0.17.0")
-    (old,) = violations("precision=mxfp8", on=Devices("cuda", 1, ("NVIDIA B200",)))
-    assert "0.18" in old.message
+MIXTURE = ["model.experts=8", "model.ffn=64"]
+IN_MXFP8 = ["precision.fp8=true", "precision.fp8_recipe=mxfp8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["precision=mxfp8", *MIXTURE], "NVIDIA H100"),
+        (IN_MXFP8, "NVIDIA H100"),
+        ([*IN_MXFP8, *MIXTURE], "NVIDIA H100"),
+        (["precision=mxfp8"], "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_advice_on_mxfp8_is_accepted(words: list[str], name: str) -> None:
+    on = Devices("cuda", 1, (name,))
+    (weak,) = violations(*words, on=on)
+    for advice in weak.suggestions:
+        assert checked(*words, *shlex.split(advice), on=on).precision.fp8_recipe == "tensorwise"
+
+
+@pytest.mark.parametrize("old", ["0.9.0", "0.17.0"])
+def test_mxfp8_needs_a_new_torchao(monkeypatch, old):
+    b200 = Devices("cuda", 1, ("NVIDIA B200",))
+    monkeypatch.setattr("nanoscale.config.rules.numbers.version", lambda _: old)
+    (violation,) = violations("precision=mxfp8", on=b200)
+    assert "0.18" in violation.message
     assert checked("precision=fp8", on=gpus(1)).precision.fp8
+    monkeypatch.setattr("nanoscale.config.rules.numbers.version", lambda _: "0.18.0+cu130")
+    assert checked("precision=mxfp8", on=b200).precision.fp8
 
 
 @pytest.mark.parametrize(

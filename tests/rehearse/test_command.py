@@ -11,12 +11,14 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from nanoscale.cli.common import rehearsal
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common import versions
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
@@ -347,6 +349,29 @@ def test_a_kept_rehearsal_is_that_of_what_ranks_do(override: str, is_the_same: b
         rehearsals.digest(changed(*words).config, None, [0], 2) for words in ([], [override])
     )
     assert (usual == other) == is_the_same
+
+
+@pytest.mark.parametrize("file", ["model.py", "families.yaml"])
+def test_changed_code_and_tables_rename_a_rehearsal_in_the_cache(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).write_text("a: 1")
+    package = SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __version__="1")
+    monkeypatch.setattr(versions, "nanoscale", package)
+    monkeypatch.setattr(versions, "_source_sum", versions._source_sum.__wrapped__)
+    names = [rehearsals.digest(job(), None, [0], 2) for _ in range(2)]
+    (tmp_path / file).write_text("a: 2")
+    assert names[0] == names[1] != rehearsals.digest(job(), None, [0], 2)
+
+
+@pytest.mark.parametrize("mixture", [(), ("model.experts=8", "model.ffn=64")])
+def test_advice_on_a_job_in_mxfp8_makes_it_playable(mixture: tuple[str, ...]) -> None:
+    on = Devices("cuda", 2, ("NVIDIA B200",) * 2)
+    words = ("precision=mxfp8", *mixture)
+    violation = rehearsals.why_unplayable(check(changed(*words), on))
+    assert violation is not None and violation.key == "precision.fp8_recipe"
+    for advice in violation.suggestions:
+        assert not rehearsals.why_unplayable(check(changed(*words, *shlex.split(advice)), on))
 
 
 def test_a_played_gpu_has_the_name_of_its_maker() -> None:
