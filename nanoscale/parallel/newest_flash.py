@@ -18,10 +18,10 @@ from nanoscale.models.attention import pad_heads
 from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs, has_cuda_flash
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 
-_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+_PACKAGES = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute")}
 _NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}
 """The versions that are faster, by the major compute capability, the fastest first."""
-_STARTS = (0, 70, 70, 300, 384)
+_STARTS, _LONGEST = (0, 70, 70, 300, 384), 230
 _TOLERANCE = 2**-5
 """Share of the largest number by which results in 16 bits may differ."""
 
@@ -39,7 +39,7 @@ def use_newest_flash(config: ResolvedConfig, device: torch.device) -> None:
     expected: list[Tensor] = []
     for name in _NEWER.get(torch.cuda.get_device_capability()[0], ()):
         try:
-            if find_spec(_PACKAGES[name]) is None:
+            if not all(map(find_spec, _PACKAGES[name])):
                 continue
             expected = expected or _results(config, device, dtype)
             attention.activate_flash_attention_impl(name)
@@ -69,9 +69,10 @@ def _results(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -
     q, grad = draw(model.heads), draw(model.heads)
     k, v = draw(model.kv_head_count), draw(model.kv_head_count)
     kernel, results = KERNELS["flash-cuda"], []
-    cases = [(True, queries, None), (True, queries, model.sliding_window), (False, keys, None)]
-    for causal, of_keys, window in cases[:: 2 if model.sliding_window is None else 1]:
-        pairs = Pairs(causal, width**-0.5, Limits(queries, of_keys, rows, window))
+    windows = dict.fromkeys((None, model.sliding_window))
+    causal = [None, *(Limits(queries, queries, _LONGEST, it) for it in windows)]  # None: whole rows
+    for limits in [*causal, Limits(queries, keys, _LONGEST)]:
+        pairs = Pairs(limits is None or limits.keys is queries, width**-0.5, limits)
         out, lse = kernel.forward(q, k, v, pairs)
         whole = Attended(
             q, k, v, out, lse.nan_to_num(neginf=0.0)

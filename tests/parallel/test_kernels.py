@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ class Flash:
         self.library = torch.library.Library("aten", "IMPL")
         self.library.impl("_flash_attention_forward", self.forward, "CPU")
         self.library.impl("_flash_attention_backward", self.backward, "CPU")
+        self.library.impl("_scaled_dot_product_flash_attention", self.dense, "CPU")
+        self.library.impl(
+            "_scaled_dot_product_flash_attention_backward", self.dense_backward, "CPU"
+        )
         self.error, self.active = "", False
 
     def __call__(self) -> Any:
@@ -124,6 +129,16 @@ class Flash:
         factor = 1.1 if self.active and self.error == "gradient" else 1.0
         return tuple(factor * x[0].transpose(0, 1) for x in grads)
 
+    def dense(self, q: Any, k: Any, v: Any, _: float, causal: bool, *, scale: float) -> Any:
+        if self.active and self.error == "whole rows":
+            raise RuntimeError("no whole rows")
+        out, lse = PORTABLE.forward(q, k, v, Pairs(causal, scale))
+        unread = torch.empty(0)
+        return out.to(q.dtype), lse, unread, unread, 0, 0, unread, unread, unread
+
+    def dense_backward(self, grad: Any, *rest: Any, scale: float) -> Any:
+        return PORTABLE.backward(grad, Attended._make(rest[:5]), Pairs(True, scale))
+
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
@@ -131,7 +146,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
     made = Flash()
     monkeypatch.setattr(newest_flash, "has_cuda_flash", lambda: True)
     monkeypatch.setattr(
-        newest_flash, "find_spec", lambda name: name == "flash_attn_interface" or None
+        newest_flash, "find_spec", lambda name: name == "flash_attn_interface" or find_spec(name)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     implementations = torch_attention._registry._FLASH_ATTENTION_IMPLS
@@ -142,7 +157,13 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
 
 
 @pytest.mark.parametrize(
-    ("error", "why"), [("", None), ("window", "no windows$"), ("gradient", "Tensor-likes are not")]
+    ("error", "why"),
+    [
+        ("", None),
+        ("window", "no windows$"),
+        ("whole rows", "no whole rows$"),
+        ("gradient", "Tensor-likes are not"),
+    ],
 )
 def test_an_installed_flash_attention_is_used_if_it_computes_the_same(
     error: str, why: str | None, config: Config, flash: Flash, recwarn: Any
@@ -154,6 +175,14 @@ def test_an_installed_flash_attention_is_used_if_it_computes_the_same(
     assert flash.active == (not error)
     warned = [str(it.message) for it in recwarn if "FA3" in str(it.message)]
     assert [re.search(why or "", it) is not None for it in warned] == [True] * bool(why)
+
+
+def test_a_machine_without_another_flash_attention_warns_of_none(
+    config: Config, flash: Flash, monkeypatch: pytest.MonkeyPatch, recwarn: Any
+) -> None:
+    monkeypatch.setattr(newest_flash, "find_spec", find_spec)
+    use_newest_flash(config, CPU)
+    assert not flash.active and not [it for it in recwarn if "a trial" in str(it.message)]
 
 
 @pytest.mark.parametrize("way", ["deterministic", "fp32", "cudnn"])
