@@ -23,7 +23,9 @@ def test_a_step_takes_as_long_as_planned(name: str, tmp_path: Path, monkeypatch)
     assert row.ratio == pytest.approx(1.0, abs=BOUND)
 
 
-def test_the_work_of_one_block_is_listed_in_order() -> None:
+@pytest.mark.parametrize("hops", [1, 2])
+def test_the_work_of_one_block_is_listed_in_order(hops: int) -> None:
+    """A ring's attention has a kernel for each hop."""
     attention = ["attention", "flash", "bf16", 1, 64, 64, 4, 16, True]
     works = [
         ["bytes", "embedding", 9],
@@ -34,7 +36,7 @@ def test_the_work_of_one_block_is_listed_in_order() -> None:
     ]
     streams = {
         "works": works,
-        "segments": [[0, 1, 2], [1, 3, 4], [4, 3, 4]],
+        "segments": [[0, *[1] * hops, 2], [*[1] * hops, 3, *[4] * hops], [2, 3, *[4] * hops]],
         "calls": [{"kind": "all_reduce_", "ranks": [0, 1]}],
         "events": [(0, "work", 0), (0, "call", 0), (0, "batch", 2), (1, "work", 0)],
     }
@@ -42,6 +44,6 @@ def test_the_work_of_one_block_is_listed_in_order() -> None:
     degrees = {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1}
     result = {"ranks": [{"rank": 1}], "streams": {"1": streams}, "degrees": degrees}
     assert step_time.block_order(result) == {
-        "forward": ["flash", "mm bf16 4 × 4 × 4", "all_reduce tp"],
-        "backward": ["flash"],
+        "forward": [*["flash"] * hops, "mm bf16 4 × 4 × 4", "all_reduce tp"],
+        "backward": [*["flash"] * hops, "mm bf16 4 × 4 × 4", "triton_0"],
     }

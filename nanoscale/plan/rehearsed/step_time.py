@@ -1,6 +1,7 @@
 """The time of a rehearsed step as a document, and as a trace for Perfetto."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from nanoscale.common.errors import UserError
@@ -47,7 +48,12 @@ def block_order(result: Document) -> dict[str, list[str]]:
             works += [streams["works"][it] for it in streams["segments"][of]]
     order = {}
     for name, backward in {"forward": False, "backward": True}.items():
-        starts = [at for at, it in enumerate(works) if (it[0], it[-1]) == ("attention", backward)]
+        kernels = [at for at, it in enumerate(works) if (it[0], it[-1]) == ("attention", backward)]
+        starts = [  # a ring's attention has a kernel for each hop, and no product in between
+            at
+            for before, at in pairwise([0, *kernels])
+            if at == kernels[0] or any(it[0] == "product" for it in works[before:at])
+        ]
         block = works[slice(*starts[:2])] if starts[1:] else []  # without bytes, which kernels have
         order[name] = [described((*it,)) if it[0] == "product" else it[1] for it in block]
     return order
