@@ -60,13 +60,16 @@ class RoundedAdamW(OwnOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True):
+            numbers = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.initial_state(parameter))
+            steps = [self.state[parameter]["step"] for parameter in group["params"]]
+            counts = (torch.stack(steps).double() + 1).unbind()
+            powers = (torch._foreach_pow(beta, counts) for beta in group["betas"])
+            entries = zip(group["names"], group["params"], *powers, strict=True)
+            for name, parameter, *corrections in entries:
                 state = self.state[parameter]
-                if not state:
-                    state.update(self.initial_state(parameter))
-                numbers = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
-                count = state["step"].double() + 1
-                corrections = [(1 - beta**count).float() for beta in group["betas"]]
                 tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
                 local = [local_tensor(tensor).view(-1) for tensor in tensors]
                 # Compiled, an update needs no memory. On CPUs its tensors stay in the cache.
@@ -76,7 +79,8 @@ class RoundedAdamW(OwnOptimizer):
                     seed = _seed(name, parameter, number)
                     inputs = [gradient, state["step"], *corrections]
                     one_pass.run(_update, self, targets, inputs, *numbers, seed)
-                one_pass.keep(state["step"], state["step"] + 1, one_pass.flag(self))
+            skipped = one_pass.flag(self)
+            torch._foreach_add_(steps, 1 if skipped is None else 1 - skipped)
 
 
 def _seed(name: str, parameter: Tensor, chunk: int) -> int:
@@ -85,12 +89,13 @@ def _seed(name: str, parameter: Tensor, chunk: int) -> int:
 
 
 def _update(
-    weights: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, correction1: Tensor,
-    correction2: Tensor,     lr: Tensor, decay: Tensor, eps: Tensor, beta1: Tensor, beta2: Tensor, seed: Tensor,
+    weights: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, power1: Tensor,
+    power2: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, beta1: Tensor, beta2: Tensor, seed: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Return weights and both moments of a chunk after an update, each rounded to the dtype that it has."""
     w, m, v, g = (it.float() for it in (weights, first, second, gradient))
     m, v = m + (g - m) * (1 - beta1), v * beta2 + (1 - beta2) * g * g
+    correction1, correction2 = ((1 - power).float() for power in (power1, power2))
     root = v.sqrt() / correction2.sqrt() + eps
     w = w * (1 - lr * decay) - lr / correction1 * m / root
     noise = _noise(len(w), step, seed)

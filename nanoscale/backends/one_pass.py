@@ -6,6 +6,7 @@ name of the flag in PyTorch's fused optimizers: 1.0 if the step's gradients are 
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import FunctionType
 
 import torch
@@ -33,8 +34,8 @@ def run(
     *numbers: float,
 ) -> None:
     """Write what an update returns to its targets; a scalar target is of one element."""
-    # As constants of the compiled code, numbers would cause a compilation in each step.
-    scalars = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+    scalar = vars(optimizer).setdefault("scalar", lru_cache(1024)(_scalar))
+    scalars = [scalar(*numbered) for numbered in enumerate(numbers)]
     # PyTorch would compile a view again for each shape of its base; `data` has none.
     local = [local_tensor(target).view(-1).data for target in targets]
     others = [local_tensor(tensor).reshape(-1).data for tensor in inputs]
@@ -48,6 +49,12 @@ def run(
             for tensors in (local, others)
         )
         write(update, values, read, scalars, flag(optimizer))
+
+
+def _scalar(position: int, number: float) -> Tensor:
+    """Return a number as a tensor: as a constant of the compiled code it would cause a compilation in each step,
+    and as one tensor for two equal numbers a compilation once they differ."""
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def _is_compiled(tensor: Tensor) -> bool:
