@@ -50,10 +50,8 @@ class Adafactor(OwnOptimizer):
         }
         parameters = list(group_of_parameter)
         for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter].update(self.initial_state(parameter))
-            step = self.state[parameter]["step"]
-            one_pass.keep(step, step + 1, one_pass.flag(self))
+            step = self.filled(parameter)["step"]
+            one_pass.keep(self, step, step + 1)
         for parameter, sums in zip(parameters, self._summed(parameters, _sums), strict=True):
             self._forget(parameter, sums)
         squares = self._summed(
@@ -65,7 +63,7 @@ class Adafactor(OwnOptimizer):
             weights = local_tensor(parameter)
             update = self._update(parameter).mul_(group["lr"] / too_large)
             kept = weights * (1 - group["lr"] * group["weight_decay"])
-            one_pass.keep(weights, kept.sub_(update), one_pass.flag(self))
+            one_pass.keep(self, weights, kept.sub_(update))
 
     def _forget(self, parameter: Tensor, sums: list[Tensor]) -> None:
         """Update the moments with the sums of squares over rows and over columns."""
@@ -75,13 +73,13 @@ class Adafactor(OwnOptimizer):
             square = _gradient(parameter).square().add_(_SMALLEST_SQUARE)
             moment = local_tensor(state["exp_avg_sq"])
             value = moment.lerp(square, share.to(square.dtype))
-            one_pass.keep(moment, value, one_pass.flag(self))
+            one_pass.keep(self, moment, value)
             return
         for name, total, count in zip(
             ("exp_avg_sq_row", "exp_avg_sq_col"), sums, parameter.shape[:-3:-1], strict=True
         ):
             value = state[name].lerp(total / count + _SMALLEST_SQUARE, share.to(total.dtype))
-            one_pass.keep(state[name], value, one_pass.flag(self))
+            one_pass.keep(self, state[name], value)
 
     def _update(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of the update before it is limited."""

@@ -3,6 +3,7 @@
 Averages of weights are evaluated and exported in place of the weights.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from nanoscale.backends import one_pass
 from nanoscale.backends.gradients import local_tensor
-from nanoscale.config.optimizers import AVERAGE, ROUNDED_AT_ONCE
+from nanoscale.config.optimizers import AVERAGE
 from nanoscale.models.initialization import local_region, parameter_seed
 
 
@@ -38,6 +39,17 @@ class OwnOptimizer(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **settings})
 
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first update."""
+        raise NotImplementedError
+
+    def filled(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter, before its first update the initial one."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state.update(self.initial_state(parameter))
+        return state
+
 
 class RoundedAdamW(OwnOptimizer):
     """AdamW that computes in fp32 and rounds what is kept in bf16, moments or weights, stochastically.
@@ -61,26 +73,19 @@ class RoundedAdamW(OwnOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             numbers = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter].update(self.initial_state(parameter))
-            steps = [self.state[parameter]["step"] for parameter in group["params"]]
+            steps = [self.filled(parameter)["step"] for parameter in group["params"]]
             counts = (torch.stack(steps).double() + 1).unbind()
-            powers = (torch._foreach_pow(beta, counts) for beta in group["betas"])
-            entries = zip(group["names"], group["params"], *powers, strict=True)
-            for name, parameter, *corrections in entries:
+            both = (torch._foreach_pow(beta, counts) for beta in group["betas"])
+            entries = zip(group["names"], group["params"], *both, strict=True)
+            for name, parameter, *powers in entries:
                 state = self.state[parameter]
-                tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
-                local = [local_tensor(tensor).view(-1) for tensor in tensors]
-                # Compiled, an update needs no memory. On CPUs its tensors stay in the cache.
-                size = max(1, len(local[0])) if local[0].is_cuda else ROUNDED_AT_ONCE
-                chunks = zip(*(tensor.split(size) for tensor in local), strict=True)
-                for number, (*targets, gradient) in enumerate(chunks):
-                    seed = _seed(name, parameter, number)
-                    inputs = [gradient, state["step"], *corrections]
-                    one_pass.run(_update, self, targets, inputs, *numbers, seed)
-            skipped = one_pass.flag(self)
-            torch._foreach_add_(steps, 1 if skipped is None else 1 - skipped)
+                targets = parameter, state["exp_avg"], state["exp_avg_sq"]
+                inputs = parameter.grad, state["step"], *powers
+                seed = partial(_seed, name, parameter)
+                one_pass.run(_update, self, targets, inputs, *numbers, seed=seed)
+            torch._foreach_add_(steps, 1)
+            if (skipped := one_pass.flag(self)) is not None:
+                torch._foreach_sub_(steps, [skipped] * len(steps))
 
 
 def _seed(name: str, parameter: Tensor, chunk: int) -> int:
@@ -147,16 +152,14 @@ class ScheduleFreeAdamW(OwnOptimizer):
             (beta1, beta2), lr = group["betas"], float(group["lr"])
             numbers = lr, group["weight_decay"], group["eps"], beta1, beta2
             for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state.update(self.initial_state(parameter))
+                state = self.filled(parameter)
                 step, weight = state["step"] + 1, state["weight"] + lr**2
                 share = lr**2 / weight.clamp(min=1e-300)
                 inputs = parameter.grad, 1 - beta2 ** step.double(), share
                 targets = parameter, state[AVERAGE], state["exp_avg_sq"]
                 one_pass.run(_update_free, self, targets, inputs, *numbers)
-                one_pass.keep(state["step"], step, one_pass.flag(self))
-                one_pass.keep(state["weight"], weight, one_pass.flag(self))
+                one_pass.keep(self, state["step"], step)
+                one_pass.keep(self, state["weight"], weight)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first update."""
@@ -194,7 +197,7 @@ def update_averages(optimizer: Optimizer, decay: float) -> None:
         if AVERAGE not in state:
             state[AVERAGE] = initial_average(parameter)
         one_pass.run(_towards, optimizer, [state[AVERAGE]], [parameter, has_begun], 1 - decay)
-    one_pass.keep(has_begun, torch.ones_like(has_begun), one_pass.flag(optimizer))
+    one_pass.keep(optimizer, has_begun, torch.ones_like(has_begun))
 
 
 def _towards(average: Tensor, weights: Tensor, has_begun: Tensor, share: Tensor) -> tuple[Tensor]:

@@ -61,7 +61,7 @@ class Muon(LocalAdamW):
                 weights = local_tensor(parameter)
                 value = weights * (1 - group["lr"] * group["weight_decay"])
                 value.add_(update, alpha=-group["lr"] * scale)
-                one_pass.keep(weights, value, one_pass.flag(self))
+                one_pass.keep(self, weights, value)
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """Update the momentum of a parameter; return this rank's shard of Nesterov's direction."""
@@ -71,7 +71,7 @@ class Muon(LocalAdamW):
         assert parameter.grad is not None
         gradient, momentum = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
         moved = momentum.lerp(gradient, 1 - self._momentum)
-        one_pass.keep(momentum, moved, one_pass.flag(self))
+        one_pass.keep(self, momentum, moved)
         # Products are exact enough in bf16, by Jordan et al.
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.bfloat16
         return gradient.lerp(moved, self._momentum).to(dtype)

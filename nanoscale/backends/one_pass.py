@@ -5,9 +5,11 @@ operation. A step is skipped on the device: the host does not know it, and does 
 name of the flag in PyTorch's fused optimizers: 1.0 if the step's gradients are not finite, otherwise 0.0.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from nanoscale.config.optimizers import ROUNDED_AT_ONCE
 
 Update = Callable[..., Sequence[Tensor]]
 """A function from tensors `[elements]`, and then numbers, to new values of the first tensors."""
+
+
+_scalar = partial(torch.tensor, dtype=torch.float64)
 
 
 def flag(optimizer: Optimizer) -> Tensor | None:
@@ -32,29 +37,33 @@ def run(
     targets: Sequence[Tensor],
     inputs: Sequence[Tensor],
     *numbers: float,
+    seed: Callable[[int], int] | None = None,
 ) -> None:
-    """Write what an update returns to its targets; a scalar target is of one element."""
-    scalar = vars(optimizer).setdefault("scalar", lru_cache(1024)(_scalar))
-    scalars = [scalar(*numbered) for numbered in enumerate(numbers)]
+    """Write what an update returns to its targets; a scalar target is of one element.
+
+    Args:
+        seed: returns a last number for each chunk, by the chunk's number.
+    """
+    # As constants of the compiled code, numbers would cause a compilation in each step, and as one tensor two
+    # equal numbers would cause one once they differ.
+    known = vars(optimizer).setdefault("scalars", defaultdict(lambda: lru_cache(1)(_scalar)))
     # PyTorch would compile a view again for each shape of its base; `data` has none.
     local = [local_tensor(target).view(-1).data for target in targets]
     others = [local_tensor(tensor).reshape(-1).data for tensor in inputs]
     write = _compiled(update, optimizer) if _is_compiled(local[0]) else _write
     # Chunks stay in the cache of a CPU.
     size = ROUNDED_AT_ONCE if write is _write else len(local[0])
-    for start in range(0, len(local[0]), max(1, size)):
+    for chunk, start in enumerate(range(0, len(local[0]), max(1, size))):
+        numbered: list[tuple[Any, float]] = [*enumerate(numbers)]
+        if seed is not None:
+            numbered.append(((targets[0], chunk), seed(chunk)))
         cut = slice(start, start + size)
         values, read = (
             [tensor if len(tensor) == 1 else tensor[cut].data for tensor in tensors]
             for tensors in (local, others)
         )
+        scalars = [known[key](number) for key, number in numbered]
         write(update, values, read, scalars, flag(optimizer))
-
-
-def _scalar(position: int, number: float) -> Tensor:
-    """Return a number as a tensor: as a constant of the compiled code it would cause a compilation in each step,
-    and as one tensor for two equal numbers a compilation once they differ."""
-    return torch.tensor(number, dtype=torch.float64)
 
 
 def _is_compiled(tensor: Tensor) -> bool:
@@ -79,9 +88,9 @@ def _write(
 ) -> None:
     values = update(*targets, *inputs, *numbers)
     for target, value in zip(targets, values, strict=True):
-        keep(target, value, found_inf)
+        target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
 
 
-def keep(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
+def keep(optimizer: Optimizer, target: Tensor, value: Tensor) -> None:
     """Write a value to its target, unless the step is skipped."""
-    target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
+    _write(lambda _, value: [value], [target], [value], [], flag(optimizer))

@@ -158,20 +158,22 @@ def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
 
 
 def _update_group(
-    optimizer: Optimizer, group: dict[str, Any], update: one_pass.Update, *numbers: float
+    optimizer: OwnOptimizer, group: dict[str, Any], update: one_pass.Update, *numbers: float
 ) -> None:
     """Update the parameters of a group and their moments, but not the averages of weights."""
     for parameter in (p for p in group["params"] if p.grad is not None):
-        state = optimizer.state[parameter]
-        if not state:
-            state.update(initial_state(optimizer, parameter))
-        moments = (value for name, value in state.items() if name != AVERAGE)
+        state = optimizer.filled(parameter).items()
+        moments = (value for name, value in state if name != AVERAGE)
         rates = group["lr"], group["weight_decay"]
         one_pass.run(update, optimizer, [parameter, *moments], [parameter.grad], *rates, *numbers)
 
 
 class Lion(OwnOptimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of a moving average is the update."""
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first update."""
+        return {"exp_avg": torch.zeros_like(parameter)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -194,6 +196,11 @@ def _lion(
 
 class SGD(OwnOptimizer):
     """Gradient descent, with heavy-ball momentum unless it is 0; decay is a part of the gradient."""
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first update."""
+        with_momentum = self.param_groups[0]["momentum"] != 0
+        return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -258,8 +265,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """True if the update reads `found_inf`; torchao's and the user's do not."""
-    own = (AdamW, SGD, Lion, Adafactor, RoundedAdamW, ScheduleFreeAdamW)
-    return isinstance(optimizer, own)
+    return isinstance(optimizer, AdamW | OwnOptimizer)
 
 
 def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:
@@ -279,21 +285,16 @@ def fill_state(optimizer: Optimizer, *, averages: bool = False) -> None:
     """Give every parameter that has no state the one of its first update, with `averages` an average too."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter].update(initial_state(optimizer, parameter))
+            if not (state := optimizer.state[parameter]):
+                state.update(initial_state(optimizer, parameter))
                 if averages:
-                    optimizer.state[parameter][AVERAGE] = initial_average(parameter)
+                    state[AVERAGE] = initial_average(parameter)
 
 
 def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     """Return the state of a parameter before its first update."""
-    if isinstance(optimizer, Adafactor | RoundedAdamW | ScheduleFreeAdamW):
+    if isinstance(optimizer, OwnOptimizer):
         return optimizer.initial_state(parameter)
-    if isinstance(optimizer, Lion):
-        return {"exp_avg": torch.zeros_like(parameter)}
-    if isinstance(optimizer, SGD):
-        with_momentum = optimizer.param_groups[0]["momentum"] != 0
-        return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
     if isinstance(optimizer, Muon) and any(parameter is p for p in optimizer.matrices()):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     if isinstance(optimizer, AdamW):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, get_args, get_type_hints
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -122,6 +122,7 @@ def test_a_compiled_update_is_one_graph_for_all_shapes(name: str) -> None:
         before = counters["stats"]["unique_graphs"]
         for step in range(3):
             optimizer.found_inf = torch.tensor(float(step == 1))
+            set_lr(optimizer, 1e-2 * step)  # in the first step as much as the decay of vectors
             for _, parameter in parameters:
                 parameter.grad = parameter.detach().sin()
             with (
@@ -133,3 +134,21 @@ def test_a_compiled_update_is_one_graph_for_all_shapes(name: str) -> None:
         weights.append([parameter.detach() for _, parameter in parameters])
     for eager, of_graph in zip(*weights, strict=True):
         torch.testing.assert_close(of_graph, eager, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd", "schedule-free", "adamw"])
+def test_a_step_makes_a_scalar_once_for_equal_numbers(name: str) -> None:
+    parameters = [(f"layers.{n}.weight", nn.Parameter(torch.randn(4, 4))) for n in range(9)]
+    config = Optimizer(name, lr=1e-2, momentum=0.9)  # type: ignore[arg-type]
+    optimizer = make_optimizer(parameters, config, rounded=name == "adamw")
+    made = [0]
+    scalar = Mock(wraps=one_pass._scalar)
+    for rate in (1e-2, 1e-2, 2e-2):
+        set_lr(optimizer, rate)
+        for _, parameter in parameters:
+            parameter.grad = parameter.detach().sin()
+        with patch.object(one_pass, "_scalar", scalar):
+            optimizer.step()
+        made.append(scalar.call_count)
+    seeds = len(parameters) if name == "adamw" else 0
+    assert 0 < made[1] <= 5 + seeds and made[2:] == [made[1], made[1] + 1]
