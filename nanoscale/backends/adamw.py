@@ -76,13 +76,15 @@ class RoundedAdamW(OwnOptimizer):
             steps = [self.filled(parameter)["step"] for parameter in group["params"]]
             counts = (torch.stack(steps).double() + 1).unbind()
             both = (torch._foreach_pow(beta, counts) for beta in group["betas"])
-            entries = zip(group["names"], group["params"], *both, strict=True)
-            for name, parameter, *powers in entries:
+            for name, parameter, *powers in zip(
+                group["names"], group["params"], *both, strict=True
+            ):
                 state = self.state[parameter]
                 targets = parameter, state["exp_avg"], state["exp_avg_sq"]
                 inputs = parameter.grad, state["step"], *powers
-                seed = partial(_seed, name, parameter)
-                one_pass.run(_update, self, targets, inputs, *numbers, seed=seed)
+                one_pass.run(
+                    _update, self, targets, inputs, *numbers, seed=partial(_seed, name, parameter)
+                )
             torch._foreach_add_(steps, 1)
             if (skipped := one_pass.flag(self)) is not None:
                 torch._foreach_sub_(steps, [skipped] * len(steps))
