@@ -37,9 +37,7 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     if shape.local_experts < shape.model.experts:
         sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.routed)
     sizes["product"] = inner
-    if (
-        run.mxfp8
-    ):  # torchao saves the rows of each product, with at most one block of zeros for each expert
+    if run.mxfp8:  # torchao saves each product's rows, with up to a block of zeros for each expert
         zeros = _BLOCK * shape.local_experts
         sizes["dispatched"] = 2 * (rows + zeros) * shape.hidden * number
         sizes["product"] += zeros * shape.ffn * number
