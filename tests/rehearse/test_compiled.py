@@ -19,6 +19,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models import transformer as module
 from nanoscale.models.transformer import Block
 from nanoscale.rehearse import life
+from nanoscale.rehearse.document import _streams
 from nanoscale.rehearse.played import compiled as compiler
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
@@ -235,6 +236,24 @@ def test_a_kernel_has_the_lines_that_it_computes_also_with_a_warm_cache(
         shown = [line.rsplit(":", 1) for name in lines if function in name for line in lines[name]]
         numbers = [int(number) for name, number in shown if Path(name).name == file.name]
         assert any(code in code_lines[number - 1] for number in numbers), lines
+
+
+def divided(_rank: int) -> RankRecord:
+    return life.play(compiled(Row("", {"tp": 2}, precision="bf16", shape=SMALL)), 0, 2, H100)
+
+
+def test_gradients_of_weights_are_computed_while_gradients_of_inputs_are_scattered() -> None:
+    pytest.importorskip("triton")
+    (record,) = run_ranks(divided, 1)
+    assert not record.error, record.error[-2500:]
+    streams, order = _streams(record), []
+    for stream, what, of in streams["events"]:
+        if what == "call":
+            order.append(streams["calls"][of]["kind"])
+        elif what == "work" and stream == 0:
+            order += [streams["works"][it][0] for it in streams["segments"][of]]
+    after = [order[at + 1] for at, it in enumerate(order) if it.startswith("reduce_scatter_tensor")]
+    assert after.count("product") == 3 * 2 * SMALL.layers, after  # of three micro batches
 
 
 def updated(_rank: int) -> tuple[RankRecord, int]:

@@ -87,6 +87,7 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
     kind = torch.device("cuda")
     patches.replace(torch.accelerator, "current_accelerator", lambda *_, **__: kind)
     patches.replace(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    patches.replace(torch.cuda, "can_device_access_peer", lambda *_: True)
     patches.replace(torch, "_fused_sdp_choice", _choice)
     patches.replace(torch.Tensor, "pin_memory", lambda self, *_: self)
     patches.replace(torch.Tensor, "is_pinned", lambda *_: False)
