@@ -63,7 +63,7 @@ def _results(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -
     rows, width = _STARTS[-1], model.head_width
 
     def draw(heads: int) -> Tensor:
-        shape = 1, heads // config.parallel.tp, rows, width
+        shape = 1, heads, rows, width
         return pad_heads("flash-cuda", torch.randn(shape, generator=generator).to(device, dtype))[0]
 
     q, grad = draw(model.heads), draw(model.heads)

@@ -283,19 +283,13 @@ def gathered_once(actions: list[Any]) -> list[Any]:
     torch gathers them again whenever a stage is not among the next three, and frees them in between.
     """
 
-    def first_of_each(kind: Any, ordered: list[Any]) -> list[Any]:
-        first = {
-            it.stage_index: at
-            for at, it in reversed([*enumerate(ordered)])
-            if it.computation_type == kind
-        }
-        return [
-            it
-            for at, it in enumerate(ordered)
-            if it.computation_type != kind or first[it.stage_index] == at
-        ]
-
-    return first_of_each(RESHARD, first_of_each(UNSHARD, actions)[::-1])[::-1]
+    numbered = [*enumerate(actions)]
+    last = {it.stage_index: at for at, it in numbered if it.computation_type == RESHARD}
+    first = {it.stage_index: at for at, it in reversed(numbered) if it.computation_type == UNSHARD}
+    kept = {*first.values(), *last.values()}
+    return [
+        it for at, it in numbered if at in kept or it.computation_type not in (UNSHARD, RESHARD)
+    ]
 
 
 def arrived_gradients(order: dict[int, list[Any]], stage: int) -> dict[int, list[int]]:
