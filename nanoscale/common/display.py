@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -151,6 +151,28 @@ def console(stream: TextIO | None = None) -> Console:
     return _screen_class()(
         file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty()
     )
+
+
+class LiveScreen:
+    """A display that changes in place on a terminal. Use it as a context."""
+
+    def __init__(self, stream: TextIO, **options: Any) -> None:
+        self.stream, self.console = stream, console(stream)
+        self.live: Any = None
+        """rich's display on a terminal; None elsewhere."""
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, transient=True, **options)
+
+    def __enter__(self) -> Self:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
 
 
 def print_lines(screen: Console, text: str, style: str | None = None) -> None:

@@ -48,7 +48,7 @@ def use_newest_flash(config: ResolvedConfig, device: torch.device) -> None:
                 torch.testing.assert_close(found, right, rtol=0, atol=_TOLERANCE * largest)
         except Exception as error:  # whatever a package raises, training can do without it
             attention.restore_flash_attention_impl(False)
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             warnings.warn(f"{name} is installed, but fails a trial: {reason}", stacklevel=2)
         else:
             return

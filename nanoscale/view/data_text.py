@@ -22,47 +22,34 @@ _LINE_S = 10.0
 _BAR = 40
 
 
-class PreparationScreen:
+class PreparationScreen(display.LiveScreen):
     """A display of progress on standard error: a bar on a terminal, occasional lines elsewhere."""
 
     def __init__(self) -> None:
-        self._console = display.console(sys.stderr)
-        self._live: Any = None
+        super().__init__(sys.stderr)
         self._began: tuple[float, int, int] | None = None
         self._last = time.monotonic()
 
-    def __enter__(self) -> PreparationScreen:
-        if self._console.is_terminal:
-            from rich.live import Live
-
-            self._live = Live(console=self._console, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
     def note(self, sentence: str) -> None:
-        self._console.print(sentence, markup=False)
+        self.console.print(sentence)
 
     def progress(self, progress: PreparationProgress, total: int) -> None:
         now = time.monotonic()
         if self._began is None:
             self._began = now, progress.read, progress.text_bytes
             return
-        if self._live is None and now - self._last < _LINE_S:
+        if self.live is None and now - self._last < _LINE_S:
             return
         self._last = now
         sentence = self._sentence(progress, total, now - self._began[0])
-        if self._live is None:
+        if self.live is None:
             self.note(sentence)
         else:
             from rich.columns import Columns
             from rich.progress_bar import ProgressBar
 
             bar = ProgressBar(total=1.0, completed=progress.read / total, width=_BAR)
-            self._live.update(Columns([bar, sentence]))
+            self.live.update(Columns([bar, sentence]))
 
     def _sentence(self, progress: PreparationProgress, total: int, elapsed: float) -> str:
         assert self._began is not None

@@ -12,6 +12,7 @@ from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
 from nanoscale.view.job_text import job_lines
+from nanoscale.view.run.live import number
 
 Document = dict[str, Any]
 _KERNELS, _NAME = 8, 66
@@ -201,12 +202,8 @@ def evaluation_document(config: ResolvedConfig, task: Document, figures: Documen
 
 def print_loss(document: Document) -> None:
     """Print the loss and what follows from it."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "not finite" if value is None else format(value, form)
-
     display.show(document["checkpoint"])
-    display.show(f"  loss           {shown(document['loss'], '.4f')}")
+    display.show(f"  loss           {number(document['loss'], '.4f')}")
     if "preferred" in document:
         display.show(
             f"  preferred      {document['preferred']:.1%} of {document['tokens']:,} pairs"
@@ -215,13 +212,13 @@ def print_loss(document: Document) -> None:
     elif "accuracy" in document:
         display.show(f"  accuracy       {document['accuracy']:.1%} of {document['tokens']:,} texts")
     else:
-        display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
+        display.show(f"  perplexity     {number(document['perplexity'], ',.3f')}")
     if document["bits_per_byte"] is not None:
-        display.show(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
+        display.show(f"  bits per byte  {number(document['bits_per_byte'], '.4f')}")
     for part in document["sources"]:
-        words = shown(part["loss"], ".4f")
+        words = number(part["loss"], ".4f")
         if document["perplexity"] is not None:
-            words += f", perplexity {shown(part['perplexity'], ',.3f')}"
+            words += f", perplexity {number(part['perplexity'], ',.3f')}"
         display.show(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
     speed = document["tokens"] / document["seconds"]
     ranks = counted(document["world_size"], "rank")

@@ -1,7 +1,7 @@
 """The time of one micro batch in a block, the embedding and the head: forward, backward and recomputation."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -331,7 +331,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
             recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
         flops += 2.0 * p.tokens(shape) * p.inputs * p.outputs
-    hidden = ("tp",) if in_products or shape.software.hidden_tp in ("backward", "both") else ()
+    hidden = ("tp",) if in_products or shape.software.hidden_tp != "none" else ()
     return passes(forward, backward, recomputed, flops + attention_flops(shape) * full, *hidden)
 
 
@@ -546,41 +546,40 @@ def _tp_in_products(hardware: Hardware, shape: MicroBatchShape, gradients: str =
     Each runs during its own products only: q, k and v, then wo, then gate and up, then down. The collectives
     of an MoE do not run during products, except a shared expert's collectives with `ep_over_tp`.
     """
+    table, hidden = linears(shape.model, shape.tp, shape.ep), shape.model.hidden
+    end = 1 + next(i for i, p in enumerate(table) if p.outputs == hidden)
+    dense = shape.ep_over_tp or not shape.model.experts
+    feed_forward = [p for p in table[end:] if dense and not (p.router or p.of_experts)]
     exposed = []
-    for layers in _between_collectives(shape):
-        for collective, during in zip(_tp_pair(hardware, shape), layers, strict=True):
+    for layers in (table[:end], feed_forward)[: _tp_pairs(shape)]:
+        columns = [p for p in layers if p.inputs == hidden != p.outputs]
+        rows = [p for p in layers if p.outputs == hidden]
+        for collective, during in zip(_tp_pair(hardware, shape), (columns, rows), strict=True):
             seconds = sum(product(hardware, shape, p, gradients) for p in during)
             exposed.append(_in_chunks(shape, collective, seconds))
     return exposed
 
 
-def _between_collectives(shape: MicroBatchShape) -> Iterator[tuple[list[_Linear], list[_Linear]]]:
-    """Yield the products that read a gathered input, and those whose result is scattered: of attention, then of
-    the feed-forward block."""
-    table, hidden = linears(shape.model, shape.tp, shape.ep), shape.model.hidden
-    end = 1 + next(i for i, p in enumerate(table) if p.outputs == hidden)
-    dense = shape.ep_over_tp or not shape.model.experts
-    feed_forward = [p for p in table[end:] if dense and not (p.router or p.of_experts)]
-    for layers in (table[:end], feed_forward)[: _tp_pairs(shape)]:
-        columns = [p for p in layers if p.inputs == hidden != p.outputs]
-        yield columns, [p for p in layers if p.outputs == hidden]
-
-
 def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp in a backward pass: both pairs, unless they overlap with products.
 
-    With `hidden_tp="backward"`, only the gathers before the row-split products are exposed. Scatters overlap
-    with the products for weights, and the second gathers of the inputs overlap with the products for inputs.
+    Compiled blocks of nanoscale scatter during the products for the weights that read the gathered input
+    (`parallel.compile`). With `hidden_tp="backward"`, only the gathers before the row-split products are
+    exposed. Scatters overlap with the products for weights, and the second gathers of the inputs overlap with
+    the products for inputs.
     """
     gather, scatter = _tp_pair(hardware, shape)
-    hides, divided = shape.software.hidden_tp, shape.sequence_parallel and not shape.adapter_rank
-    if hides == "scatters" and shape.compiled and divided:
-        exposed = _tp_pairs(shape) * (gather + scatter)
-        for columns, _ in _between_collectives(shape):
-            during = sum(product(hardware, shape, p, "weights") for p in columns)
-            exposed -= (1 - hardware.efficiency.overlap) * min(scatter, during)
-        return exposed
-    if hides != "backward":
+    if (
+        shape.software is NANOSCALE
+        and shape.compiled
+        and shape.sequence_parallel
+        and not shape.adapter_rank
+    ):
+        in_chunks = _tp_in_products(hardware, shape, "weights")[::2]
+        hidden = sum(scatter - it for it in in_chunks) * shape.tp / max(1, shape.tp - 1)
+        whole = _tp_forward(hardware, shape, products)
+        return whole - (1 - hardware.efficiency.overlap) * hidden
+    if shape.software.hidden_tp != "backward":
         return _tp_forward(hardware, shape, products)
     overlapped = 2 * (gather + scatter) if shape.sequence_parallel else gather + scatter
     exposed = 2 * gather if shape.sequence_parallel else gather + scatter

@@ -69,6 +69,7 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
         "get_device_capability": lambda *_: tuple(gpu.capability),
         "get_device_properties": lambda *_: Properties,
         "is_bf16_supported": lambda *_, **__: True,
+        "can_device_access_peer": lambda *_: True,
         "memory_allocated": lambda *_: world.live,
         "max_memory_allocated": lambda *_: world.peak,
         "memory_reserved": lambda *_: world.allocator.reserved,
@@ -87,7 +88,6 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
     kind = torch.device("cuda")
     patches.replace(torch.accelerator, "current_accelerator", lambda *_, **__: kind)
     patches.replace(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    patches.replace(torch.cuda, "can_device_access_peer", lambda *_: True)
     patches.replace(torch, "_fused_sdp_choice", _choice)
     patches.replace(torch.Tensor, "pin_memory", lambda self, *_: self)
     patches.replace(torch.Tensor, "is_pinned", lambda *_: False)

@@ -25,44 +25,30 @@ _SHOWN_LOGS, _LOG_LINES, _LOG_BYTES = 3, 3, 4096
 _STOPPING = "stopping: trials save a checkpoint; Ctrl-C again ends them without one"
 
 
-class SweepTable:
+class SweepTable(display.LiveScreen):
     """A view of all trials. Use it as a context."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._console = display.console(stream)
-        self._live: Any = None
+        super().__init__(stream, auto_refresh=False)
         self._shown: dict[str, str] = {}
         self._is_stopping = False
 
-    def __enter__(self) -> SweepTable:
-        if self._console.is_terminal:
-            from rich.live import Live
-
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
     def show(self, rows: Sequence[Row], *, stopping: bool = False) -> None:
         """Show the rows as they are now, and whether their trials are being stopped."""
-        if self._live is not None:
-            shown = rich_table(_table(most_important(rows)), self._console.width)
+        if self.live is not None:
+            shown = rich_table(_table(most_important(rows)), self.console.width)
             shown.caption, shown.caption_justify = _STOPPING if stopping else None, "left"
-            self._live.update(shown, refresh=True)
+            self.live.update(shown, refresh=True)
             return
         if stopping and not self._is_stopping:
             self._is_stopping = True
-            display.show(_STOPPING, stream=self._stream)
+            display.show(_STOPPING, stream=self.stream)
         for row in rows:
             if self._shown.get(row["trial"], "waiting") != row["state"]:
                 self._shown[row["trial"]] = row["state"]
                 loss = _loss(row)
                 figure = "" if loss is None or row["state"] == "running" else f"  loss {loss:.4f}"
-                display.show(f"{row['trial']}  {row['state']}{figure}", stream=self._stream)
+                display.show(f"{row['trial']}  {row['state']}{figure}", stream=self.stream)
 
 
 def most_important(rows: Sequence[Row]) -> Sequence[Row]:
