@@ -69,3 +69,8 @@ def numbered(noun: str, numbers: Sequence[object]) -> str:
 def listed(words: list[str]) -> str:
     """Join texts: `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a metric; null in metrics.jsonl means that it is not finite."""
+    return "not finite" if value is None else format(value, form)

@@ -18,9 +18,11 @@ from nanoscale.models.attention import pad_heads
 from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs, has_cuda_flash
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 
-_PACKAGES = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute")}
-_NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}
-"""The versions that are faster, by the major compute capability, the fastest first."""
+_NEWER = {
+    "FA3": ((9,), ("flash_attn_interface",)),
+    "FA4": ((9, 10), ("flash_attn", "flash_attn.cute")),
+}
+"""Newer versions, the fastest first: the major compute capabilities on which they are faster, and packages."""
 _STARTS, _LONGEST = (0, 70, 70, 300, 384), 230
 _TOLERANCE = 2**-5
 """Share of the largest number by which results in 16 bits may differ."""
@@ -37,9 +39,11 @@ def use_newest_flash(config: ResolvedConfig, device: torch.device) -> None:
     if not has_cuda_flash() or attention.current_flash_attention_impl():
         return
     expected: list[Tensor] = []
-    for name in _NEWER.get(torch.cuda.get_device_capability()[0], ()):
+    for name, (majors, packages) in _NEWER.items():
         try:
-            if not all(map(find_spec, _PACKAGES[name])):
+            if torch.cuda.get_device_capability()[0] not in majors or not all(
+                map(find_spec, packages)
+            ):
                 continue
             expected = expected or _results(config, device, dtype)
             attention.activate_flash_attention_impl(name)
@@ -48,8 +52,7 @@ def use_newest_flash(config: ResolvedConfig, device: torch.device) -> None:
                 torch.testing.assert_close(found, right, rtol=0, atol=_TOLERANCE * largest)
         except Exception as error:  # whatever a package raises, training can do without it
             attention.restore_flash_attention_impl(False)
-            reason = str(error).partition("\n")[0]
-            warnings.warn(f"{name} is installed, but fails a trial: {reason}", stacklevel=2)
+            warnings.warn(f"{name} is installed, but fails a trial: {error}", stacklevel=2)
         else:
             return
 
@@ -62,12 +65,11 @@ def _results(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -
     keys[1] = 0  # documents of a ring's block may have no keys
     rows, width = _STARTS[-1], model.head_width
 
-    def draw(heads: int) -> Tensor:
-        shape = 1, heads, rows, width
-        return pad_heads("flash-cuda", torch.randn(shape, generator=generator).to(device, dtype))[0]
+    def draw_two(heads: int) -> tuple[Tensor, ...]:
+        two = torch.randn(2, 1, heads, rows, width, generator=generator)
+        return pad_heads("flash-cuda", *two.to(device, dtype))
 
-    q, grad = draw(model.heads), draw(model.heads)
-    k, v = draw(model.kv_head_count), draw(model.kv_head_count)
+    (q, grad), (k, v) = draw_two(model.heads), draw_two(model.kv_head_count)
     kernel, results = KERNELS["flash-cuda"], []
     windows = dict.fromkeys((None, model.sliding_window))
     causal = [None, *(Limits(queries, queries, _LONGEST, it) for it in windows)]  # None: whole rows

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.common import display
-from nanoscale.common.units import GIB, byte_size, counted, duration
+from nanoscale.common.units import GIB, byte_size, counted, duration, number
 from nanoscale.config.hardware.data_sheets import usual_mfu_text
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
 from nanoscale.view.job_text import job_lines
-from nanoscale.view.run.live import number
 
 Document = dict[str, Any]
 _KERNELS, _NAME = 8, 66

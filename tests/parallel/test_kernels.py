@@ -160,7 +160,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
     ("error", "why"),
     [
         ("", None),
-        ("window", "no windows$"),
+        ("window", "no windows"),
         ("whole rows", "no whole rows$"),
         ("gradient", "Tensor-likes are not"),
     ],

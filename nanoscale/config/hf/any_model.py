@@ -23,19 +23,27 @@ from nanoscale.config.violations import override, refuse, shown
 KEY = "model.name"
 Json = dict[str, Any]
 
-SIZES = {
-    "layers": ("layers_block_type", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab": ("vocab_size",),
-    "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+_NAMES = {
+    "layers": "layers_block_type num_hidden_layers n_layer n_layers num_layers",
+    "hidden": "hidden_size n_embd d_model",
+    "heads": "num_attention_heads n_head n_heads num_heads",
+    "kv_heads": "num_key_value_heads num_kv_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size n_inner ffn_dim ffn_hidden_size",
+    "vocab": "vocab_size",
+    "max_seq_len": "max_position_embeddings n_positions max_seq_len n_ctx",
 }
+SIZES = {key: names.split() for key, names in _NAMES.items()}
 """Our keys, and their names in config.json."""
-_OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters",
-    "kept_tensors")  # fmt: skip
+_OWN_WORDS = [
+    "source",
+    "name",
+    "init_from",
+    "trust_remote_code",
+    "hf_config",
+    "parameters",
+    "kept_tensors",
+]
 """Keys of the model that have a meaning here."""
 
 

@@ -16,15 +16,15 @@ _RECURRENT_REACH = 256
 _UNIT = 64
 """Inner widths are multiples of it."""
 _NAMES = {
-    "experts_per_token": ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts"),
-    "ffn": ("moe_intermediate_size", "expert_ffn_hidden_size"),
-    "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "dense_layers": ("first_k_dense_replace", "num_dense_layers"),
-    "kv_rank": ("kv_lora_rank",),
-    "q_rank": ("q_lora_rank",),
-    "rope_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
-    "sliding_window": ("sliding_window",),
+    "experts_per_token": "num_experts_per_tok moe_topk moe_top_k top_k_experts",
+    "ffn": "moe_intermediate_size expert_ffn_hidden_size",
+    "shared_ffn": "shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    "dense_layers": "first_k_dense_replace num_dense_layers",
+    "kv_rank": "kv_lora_rank",
+    "q_rank": "q_lora_rank",
+    "rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "sliding_window": "sliding_window",
 }
 """Keys of our own models, and their names in config.json."""
 _known: dict[int, tuple[Model, Model]] = {}
@@ -77,7 +77,7 @@ def _like(model: Model) -> Model:
     document = model.hf_config
     values: dict[str, Any] = {}
     for key, names in _NAMES.items():
-        numbers = [it for it in map(document.get, names) if type(it) is int and it > 0]
+        numbers = [it for it in map(document.get, names.split()) if type(it) is int and it > 0]
         values |= {key: numbers[0]} if numbers else {}
     if count := experts(model):
         values |= {"experts": count, "dense_ffn": model.ffn}

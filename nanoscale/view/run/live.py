@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoscale.common import display
-from nanoscale.common.units import GIB, byte_size, counted, duration
+from nanoscale.common.units import GIB, byte_size, counted, duration, number
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
@@ -220,11 +220,6 @@ def _formatted(value: Any, form: str) -> str:
         "steps": lambda steps: counted(steps, "step"),
     }
     return units.get(form, form.format)(value)
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a metric; null in metrics.jsonl means that it is not finite."""
-    return "not finite" if value is None else format(value, form)
 
 
 def _progress(record: Object, steps: int, eta: float) -> RenderableType:

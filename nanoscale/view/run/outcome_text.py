@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
-from nanoscale.common.units import GIB, byte_size, counted, duration, numbered
+from nanoscale.common.units import GIB, byte_size, counted, duration, number, numbered
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.objectives import ANSWERS
 from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
@@ -17,7 +17,6 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.metrics import steady
 from nanoscale.runs.tail import read_end
-from nanoscale.view.run.live import number
 from nanoscale.view.run.run_report import prediction
 
 _LOG_LINES, _LOG_BYTES = 12, 1 << 14

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from nanoscale.common.units import GIB, byte_size, clock, counted, duration
+from nanoscale.common.units import GIB, byte_size, clock, counted, duration, number
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import usual_mfu, usual_mfu_text
 from nanoscale.config.resolved import ResolvedConfig
@@ -19,7 +19,7 @@ from nanoscale.runs.metrics import Steady, known_metrics, steady
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, page, table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
-from nanoscale.view.run.live import figures, number
+from nanoscale.view.run.live import figures
 
 _BAR = 40
 """The characters of a bar for the whole time."""
