@@ -107,6 +107,8 @@ class _Rank:
         self.queues: dict[int, deque[int]] = defaultdict(deque)
         self.begun: list[Any] = []
         """The meetings that the last `advance` began."""
+        self.waits = False
+        """True if no event passes until a meeting of this rank ends."""
         self._issue: list[tuple[int, float]] = []
         """For each event, the last wait of the host before it, and the host's seconds since then."""
         self._repeats: list[int] = []
@@ -143,10 +145,13 @@ class _Rank:
     def advance(self, meetings: dict[Any, _Meeting]) -> bool:
         """Let events pass until every stream waits; True if one has passed."""
         before, self.begun = len(self.done), []
+        if self.waits:
+            return False
         for stream, queue in self.queues.items():
             while queue and self._passes(stream, queue[0], meetings):
                 queue.popleft()
-        return len(self.done) > before
+        self.waits = len(self.done) == before
+        return not self.waits
 
     def _passes(self, stream: int, at: int, meetings: dict[Any, _Meeting]) -> bool:
         issued = self.host_time(at)
@@ -269,13 +274,13 @@ def simulate(
             (group, _), call = key, next(iter(calls.values()))
             begin = max(*meeting.ready.values(), free[group])
             meeting.end = free[group] = begin + costs.call(call)
-            axis = axes[tuple(call["ranks"])]
+            axis, slowdown = axes[tuple(call["ranks"])], costs.slowdown(call)
+            name = f"{call['kind'].strip('_')} {axis}"
             for number in calls:
                 rank = ranks[number]
-                time, weight = rank.time, rank.call_repeats[key]
+                time, weight, rank.waits = rank.time, rank.call_repeats[key], False
                 time.communicated[axis] += weight * (meeting.end - begin)
-                time.slowed += weight * (meeting.end - begin) * costs.slowdown(call)
-                name = f"{call['kind'].strip('_')} {axis}"
+                time.slowed += weight * (meeting.end - begin) * slowdown
                 time.slices.append(
                     Slice(f"communication {axis}", begin, meeting.end, name, call["line"])
                 )

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -168,7 +168,8 @@ class RankRecord:
         return max(self.phases, key=lambda name: self.phases[name].peak, default="")
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        phases = {name: vars(phase) for name, phase in self.phases.items()}
+        return vars(self) | {"phases": phases}
 
     @classmethod
     def of_json(cls, document: dict[str, Any]) -> Self:
