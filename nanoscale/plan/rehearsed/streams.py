@@ -102,13 +102,13 @@ class _Rank:
         self.stream_times: dict[int, float] = defaultdict(float)
         self._awaited: dict[int, Mapping[str, Any]] = {}
         """The collective that each stream has waited for last."""
-        self.done: dict[int, float] = {}
+        self.done = {-1: 0.0}
         """The time at which each event that has passed has ended."""
         self.queues: dict[int, deque[int]] = defaultdict(deque)
         self.begun: list[Any] = []
         """The meetings that the last `advance` began."""
-        self.waits = False
-        """True if no event passes until a meeting of this rank ends."""
+        self._until: dict[int, int] = {}
+        """The event that each stream but the default one has waited for last."""
         self._issue: list[tuple[int, float]] = []
         """For each event, the last wait of the host before it, and the host's seconds since then."""
         self._repeats: list[int] = []
@@ -138,20 +138,17 @@ class _Rank:
     def host_time(self, at: int) -> float | None:
         """Return the time at which the host issues an event; None if it has not got there."""
         before, since = self._issue[at]
-        if before < 0:
-            return since
         return self.done[before] + since if before in self.done else None
 
     def advance(self, meetings: dict[Any, _Meeting]) -> bool:
         """Let events pass until every stream waits; True if one has passed."""
         before, self.begun = len(self.done), []
-        if self.waits:
-            return False
         for stream, queue in self.queues.items():
+            if self._until.get(stream, -1) not in self.done:
+                continue
             while queue and self._passes(stream, queue[0], meetings):
                 queue.popleft()
-        self.waits = len(self.done) == before
-        return not self.waits
+        return len(self.done) > before
 
     def _passes(self, stream: int, at: int, meetings: dict[Any, _Meeting]) -> bool:
         issued = self.host_time(at)
@@ -176,6 +173,8 @@ class _Rank:
             now = max(now, end)
         elif what == "after":
             if of not in self.done:
+                if stream:
+                    self._until[stream] = of
                 return False
             call = self._awaited.get(self.events[of][0])
             if stream == 0 and call is not None:
@@ -217,7 +216,7 @@ class _Rank:
     def finish(self) -> None:
         """Set the seconds of the step: a micro batch that stands for several takes its time for each."""
         last, since = self.final_host
-        host = since + (self.done[last] if last >= 0 else 0.0)
+        host = since + self.done[last]
         end = max([host, *self.stream_times.values()])
         self.time.host_gaps += max(0.0, end - max([0.0, *self.stream_times.values()]))
         ends = [at for _, at in self._batches[1:]]
@@ -278,7 +277,7 @@ def simulate(
             name = f"{call['kind'].strip('_')} {axis}"
             for number in calls:
                 rank = ranks[number]
-                time, weight, rank.waits = rank.time, rank.call_repeats[key], False
+                time, weight = rank.time, rank.call_repeats[key]
                 time.communicated[axis] += weight * (meeting.end - begin)
                 time.slowed += weight * (meeting.end - begin) * slowdown
                 time.slices.append(

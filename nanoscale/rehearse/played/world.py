@@ -49,12 +49,15 @@ _LARGE = 1 << 26
 """Larger tensors in host memory, counted in elements, are fake: they might not fit into this machine."""
 _BUILDING = ("build", "load")
 """The sections in which models are built on the meta device."""
-_NEW = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.zeros_like.default}
-_SIMPLE = _NEW | {
-    aten.detach.default, aten.as_strided.default, aten.view.default, aten.slice.Tensor, aten.select.int,
-    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.expand.default,
+_NEW = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default,
+    aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default,
 }  # fmt: skip
-"""Views and new tensors, for which FakeTensorMode would take five times as long to check the same."""
+_SIMPLE = _NEW | {
+    aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default,
+    aten.slice.Tensor, aten.select.int, aten.t.default, aten.transpose.int,
+}  # fmt: skip
+"""New tensors and views, for which the checks and the cache of FakeTensorMode take most of the time."""
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 """Operations that FakeTensorMode replaces by others; one of the others asks C++ for the device."""
 
@@ -192,9 +195,10 @@ class World(DeviceMemory):
 
     def _simple(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         device = kwargs.get("device") or args[0].fake_device
+        if func in _NEW:
+            kwargs = kwargs | {"device": fake_tensors.META}
         with in_kernel_invocation_manager(self.mode):
-            made = func(*args, **kwargs | ({"device": fake_tensors.META} if func in _NEW else {}))
-        return FakeTensor(self.mode, made, device)
+            return FakeTensor(self.mode, func(*args, **kwargs), device)
 
     # Tensors in host memory
 
