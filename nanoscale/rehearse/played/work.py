@@ -50,9 +50,9 @@ def work_of(
         return _product(name, tensors)
     if "attention" in name:
         return _attention(name, func, args, kwargs)
-    if name in ("_to_copy", "copy_"):
-        if len({each.device.type for each in (*tensors, *outputs)} - {"meta"}) > 1:
-            return "copy", name, max(map(bytes_of, outputs), default=0)
+    every = [*tensors, *outputs]
+    if name in ("_to_copy", "copy_") and len({it.device.type for it in every} - {"meta"}) > 1:
+        return "copy", name, max(map(bytes_of, outputs), default=0)
     given, unread, changed = _given(func, args, kwargs), set[int](), list[Tensor]()
     for argument in func._schema.arguments:
         of_argument = _tensors(given.get(argument.name))
