@@ -160,11 +160,9 @@ def _streams(record: RankRecord) -> dict[str, Any]:
     numbers = {call: number for number, call in enumerate(called)}
     events = []
     for stream, what, of in record.events[first:end]:
-        renumbered = {"after": of - first, "call": numbers.get(of, -1), "wait": numbers.get(of, -1)}
-        if (new := renumbered.get(what, of)) >= 0:
-            events.append((stream, what, new))
-        else:  # it waits for what has ended before the step
-            events.append((stream, "batch", 0))
+        new = numbers.get(of, -1) if what in ("call", "wait") else of - first * (what == "after")
+        # What has ended before the step takes no time.
+        events.append((stream, what, new) if new >= 0 else (stream, "batch", 0))
     names = ("kind", "bytes", "peer", "sent", "received", "line", "block")
     calls = [
         {"ranks": record.groups[record.calls[it].group]}

@@ -1,7 +1,8 @@
 """The time of operations and collectives that a rehearsal has recorded, by the plan's own efficiencies."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from nanoscale.config.hardware.data_sheets import wide_kind
@@ -13,19 +14,6 @@ from nanoscale.plan.time.block import attention_kernel
 _CALL_STARTS = 3
 """Starts of operations that the host's part of a collective costs: checks, streams and events around it."""
 Call = Mapping[str, Any]
-_SHAPE = ("ranks", "sent", "received")
-
-
-def _once(cost: Callable[[Any, Call], float]) -> Callable[[Any, Call], float]:
-    """Compute the cost of equal calls once."""
-
-    def known(costs: Any, call: Call) -> float:
-        key = cost, call["kind"], call["bytes"], *(tuple(call[it]) for it in _SHAPE)
-        if key not in costs.known:
-            costs.known[key] = cost(costs, call)
-        return float(costs.known[key])
-
-    return known
 
 
 @dataclass(frozen=True)
@@ -34,8 +22,6 @@ class PlayedCosts:
 
     config: ResolvedConfig
     hardware: Hardware
-    known: dict[Any, float] = field(default_factory=dict)
-    """The costs of calls, each once."""
 
     @property
     def host_start(self) -> float:
@@ -80,14 +66,12 @@ class PlayedCosts:
             kind = "tf32"
         return kind if kind in self.hardware.peaks else wide_kind(self.config.precision)
 
-    @_once
     def slowdown(self, call: Call) -> float:
         """Return the seconds that computation loses for each second of a collective that it hides."""
         ranks, size = self._ranks(call["ranks"]), float(call["bytes"])
         seconds, copying = collectives.with_copying(self.hardware, ranks, size)
         return 0.0 if self.on_cpu else self.hardware.efficiency.overlap * copying / (seconds or 1.0)
 
-    @_once
     def call(self, call: Call) -> float:
         """Return the seconds of a collective or message, from the moment at which all its ranks are ready."""
         hardware, name, size = self.hardware, call["kind"].strip("_"), float(call["bytes"])
@@ -102,10 +86,15 @@ class PlayedCosts:
         return collectives.all_gather(hardware, ranks, size)
 
     def _ranks(self, members: Sequence[int]) -> collectives.AxisRanks:
-        """Return the group of these ranks, by the number in the first rank's island and pod."""
-        hardware, first = self.hardware, members[0]
-        inside = sum(rank // hardware.island == first // hardware.island for rank in members)
-        if hardware.pod is None:
-            return collectives.AxisRanks(len(members), inside)
-        pod = sum(rank // hardware.pod == first // hardware.pod for rank in members)
-        return collectives.AxisRanks(len(members), inside, None if pod == len(members) else pod)
+        return _group((*members,), self.hardware.island, self.hardware.pod)
+
+
+@cache
+def _group(members: Sequence[int], island: int, pod: int | None) -> collectives.AxisRanks:
+    """Return the group of these ranks, by the number in the first rank's island and pod."""
+    first = members[0]
+    inside = sum(rank // island == first // island for rank in members)
+    if pod is None:
+        return collectives.AxisRanks(len(members), inside)
+    near = sum(rank // pod == first // pod for rank in members)
+    return collectives.AxisRanks(len(members), inside, None if near == len(members) else near)

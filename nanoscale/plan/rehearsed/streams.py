@@ -71,11 +71,12 @@ class RankTime:
 class _Meeting:
     """A collective or message, which all of its played ranks must begin."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, group: Any) -> None:
+        self.number, self.group = number, group
         self.calls: dict[int, Mapping[str, Any]] = {}
         """The call of each played rank."""
-        self.ready: dict[int, float] = {}
+        self.ready: dict[int, tuple[float, int]] = {}
+        """The time at which each rank is ready, and the number of equal micro batches of its call."""
         self.end: float | None = None
 
 
@@ -89,12 +90,17 @@ class _Rank:
         costs: PlayedCosts,
         axes: Mapping[tuple[int, ...], str],
         traced: bool,
+        meetings: dict[Any, _Meeting],
     ) -> None:
         self.time = RankTime(rank)
         self.events: Sequence[Sequence[Any]] = streams["events"]
         self.calls: Sequence[Mapping[str, Any]] = streams["calls"]
         self.works = [tuple(work) for work in streams["works"]]
-        self.meetings = list(_keys(rank, self.calls))
+        self._meetings: list[_Meeting] = []
+        for key, call in zip(_keys(rank, self.calls), self.calls, strict=True):
+            meeting = meetings.setdefault(key, _Meeting(len(meetings), key[0]))
+            meeting.calls[rank] = call
+            self._meetings.append(meeting)
         self._costs, self._axes, self._traced = costs, axes, traced
         self._seconds = [costs.seconds(work) for work in self.works]
         self._parts: Sequence[Sequence[int]] = streams["segments"]
@@ -105,7 +111,7 @@ class _Rank:
         self.done = {-1: 0.0}
         """The time at which each event that has passed has ended."""
         self.queues: dict[int, deque[int]] = defaultdict(deque)
-        self.begun: list[Any] = []
+        self.begun: list[_Meeting] = []
         """The meetings that the last `advance` began."""
         self._until: dict[int, int] = {}
         """The event that each stream but the default one has waited for last."""
@@ -113,7 +119,6 @@ class _Rank:
         """For each event, the last wait of the host before it, and the host's seconds since then."""
         self._repeats: list[int] = []
         self._batches: list[tuple[int, float]] = []
-        self.call_repeats: dict[Any, int] = {}
         last, since, repeat = -1, 0.0, 1
         for at, (stream, what, of) in enumerate(self.events):
             self.queues[stream].append(at)
@@ -124,7 +129,6 @@ class _Rank:
                 since += self._segments[of].issued
             elif what == "call":
                 since += costs.call_start
-                self.call_repeats[self.meetings[of]] = repeat
             if stream == HOST:
                 last, since = at, 0.0
         self.final_host = last, since
@@ -140,17 +144,16 @@ class _Rank:
         before, since = self._issue[at]
         return self.done[before] + since if before in self.done else None
 
-    def advance(self, meetings: dict[Any, _Meeting]) -> bool:
+    def advance(self) -> bool:
         """Let events pass until every stream waits; True if one has passed."""
         before, self.begun = len(self.done), []
         for stream, queue in self.queues.items():
-            if self._until.get(stream, -1) not in self.done:
-                continue
-            while queue and self._passes(stream, queue[0], meetings):
-                queue.popleft()
+            if self._until.get(stream, -1) in self.done:
+                while queue and self._passes(stream, queue[0]):
+                    queue.popleft()
         return len(self.done) > before
 
-    def _passes(self, stream: int, at: int, meetings: dict[Any, _Meeting]) -> bool:
+    def _passes(self, stream: int, at: int) -> bool:
         issued = self.host_time(at)
         if issued is None:
             return False
@@ -161,10 +164,10 @@ class _Rank:
         if what == "work":
             now = self._compute(stream, of, issued, weight)
         elif what == "call":
-            meetings[self.meetings[of]].ready[self.time.rank] = now
-            self.begun.append(self.meetings[of])
+            self._meetings[of].ready[self.time.rank] = now, weight
+            self.begun.append(self._meetings[of])
         elif what == "wait":
-            end = meetings[self.meetings[of]].end
+            end = self._meetings[of].end
             if end is None:
                 return False
             self._awaited[stream] = self.calls[of]
@@ -252,32 +255,26 @@ def simulate(
         axes: the name of each group of ranks.
         traced: True to keep the slices of all streams.
     """
+    meetings: dict[Any, _Meeting] = {}
     ranks = {
-        int(number): _Rank(int(number), each, costs, axes, traced)
+        int(number): _Rank(int(number), each, costs, axes, traced, meetings)
         for number, each in streams.items()
     }
-    meetings: dict[Any, _Meeting] = {}
-    for rank in ranks.values():
-        for key, call in zip(rank.meetings, rank.calls, strict=True):
-            meeting = meetings.setdefault(key, _Meeting(len(meetings)))
-            meeting.calls[rank.time.rank] = call
     free: dict[Any, float] = defaultdict(float)
     moved = True
     while moved:
-        moved = sum(rank.advance(meetings) for rank in ranks.values()) > 0
-        begun = {key for rank in ranks.values() for key in rank.begun}
-        for key in sorted(begun, key=lambda it: meetings[it].number):
-            meeting, calls = meetings[key], meetings[key].calls
-            if meeting.ready.keys() != calls.keys():
+        moved = sum(rank.advance() for rank in ranks.values()) > 0
+        begun = {meeting for rank in ranks.values() for meeting in rank.begun}
+        for meeting in sorted(begun, key=lambda it: it.number):
+            if len(meeting.ready) < len(meeting.calls):
                 continue
-            (group, _), call = key, next(iter(calls.values()))
-            begin = max(*meeting.ready.values(), free[group])
-            meeting.end = free[group] = begin + costs.call(call)
+            call = next(iter(meeting.calls.values()))
+            begin = max(free[meeting.group], *(at for at, _ in meeting.ready.values()))
+            meeting.end = free[meeting.group] = begin + costs.call(call)
             axis, slowdown = axes[tuple(call["ranks"])], costs.slowdown(call)
             name = f"{call['kind'].strip('_')} {axis}"
-            for number in calls:
-                rank = ranks[number]
-                time, weight = rank.time, rank.call_repeats[key]
+            for number, (_, weight) in meeting.ready.items():
+                time = ranks[number].time
                 time.communicated[axis] += weight * (meeting.end - begin)
                 time.slowed += weight * (meeting.end - begin) * slowdown
                 time.slices.append(

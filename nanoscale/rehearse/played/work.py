@@ -43,7 +43,7 @@ def work_of(
     name = func.__name__.partition(".")[0]
     if func.is_view or name in EMPTY:
         return None
-    outputs = _tensors(result)
+    outputs = tensors_of(result)
     if not (tensors or outputs):  # an event of the profiler
         return None
     if name in _PRODUCTS:
@@ -55,7 +55,7 @@ def work_of(
         return "copy", name, max(map(bytes_of, outputs), default=0)
     given, unread, changed = _given(func, args, kwargs), set[int](), list[Tensor]()
     for argument in func._schema.arguments:
-        of_argument = _tensors(given.get(argument.name))
+        of_argument = tensors_of(given.get(argument.name))
         if argument.is_out:
             unread |= {id(tensor) for tensor in of_argument}
         # The update of an optimizer only changes gradients that it scales.
@@ -118,7 +118,8 @@ def flat(value: Any) -> list[Any]:
     return [value]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of nested lists and tuples."""
     return [each for each in flat(value) if isinstance(each, Tensor)]
 
 

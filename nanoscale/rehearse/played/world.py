@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_map_only
 
 from nanoscale.common.versions import missing
 from nanoscale.rehearse.played import collectives, compiled, cuda, fake_tensors
@@ -33,7 +34,7 @@ from nanoscale.rehearse.played.device_memory import DeviceMemory, TensorKind
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import HOST, Call, RankRecord, StreamEvent, calling_line
-from nanoscale.rehearse.played.work import Work, work_of
+from nanoscale.rehearse.played.work import Work, tensors_of, work_of
 
 aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
@@ -49,14 +50,10 @@ _LARGE = 1 << 26
 """Larger tensors in host memory, counted in elements, are fake: they might not fit into this machine."""
 _BUILDING = ("build", "load")
 """The sections in which models are built on the meta device."""
-_NEW = {
-    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default,
-    aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default,
-}  # fmt: skip
-_SIMPLE = _NEW | {
-    aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default,
-    aten.slice.Tensor, aten.select.int, aten.t.default, aten.transpose.int,
-}  # fmt: skip
+_ALLOCATIONS = ("empty_strided", "zeros", "empty_like", "zeros_like", "new_empty")
+_NEW = {_EMPTY, *(getattr(aten, name).default for name in _ALLOCATIONS)}
+_VIEWS = ("detach", "alias", "as_strided", "view", "t")
+_SIMPLE = _NEW | {aten.slice.Tensor, *(getattr(aten, name).default for name in _VIEWS)}
 """New tensors and views, for which the checks and the cache of FakeTensorMode take most of the time."""
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 """Operations that FakeTensorMode replaces by others; one of the others asks C++ for the device."""
@@ -146,10 +143,7 @@ class World(DeviceMemory):
         reported = self.on_gpu and kwargs.get("device") == fake_tensors.META
         if reported and self.section not in _BUILDING:
             kwargs["device"] = self.device  # autograd passes on the device that C++ reported
-        tensors: list[Tensor] = []
-        _collect(args, tensors)
-        if kwargs:
-            _collect(kwargs.values(), tensors)
+        tensors = tensors_of([*args, *kwargs.values()])
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not fakes and self._is_in_host_memory(tensors, kwargs.get("device")):
             large = (
@@ -175,8 +169,7 @@ class World(DeviceMemory):
             args = (args[0], [part for index in args[1] for part in _without_mask(index)])
         if fakes < len(tensors):
             # FakeTensorMode would compute with the values of real tensors.
-            args = _mapped(self._without_numbers, args)
-            kwargs = {name: _mapped(self._without_numbers, value) for name, value in kwargs.items()}
+            args, kwargs = tree_map_only(Tensor, self._without_numbers, (args, kwargs))
         # The cache of FakeTensorMode would keep the arguments of an operation: storages.
         self.mode.cache_enabled = func not in _OF_STORAGES
         if func in _OF_STORAGES and not self.on_gpu:
@@ -185,20 +178,16 @@ class World(DeviceMemory):
             # It has the right size in compiled code, also where PyTorch has no rule.
             result = kwargs["out"]
         elif func in _SIMPLE and (fakes or kwargs.get("device") != fake_tensors.META):
-            result = self._simple(func, args, kwargs)
+            device = kwargs.get("device") or args[0].fake_device
+            options = kwargs | {"device": fake_tensors.META} if func in _NEW else kwargs
+            with in_kernel_invocation_manager(self.mode):
+                result = FakeTensor(self.mode, func(*args, **options), device)
         else:
             result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
         self.see_all(result)
         if self.keeps_timeline:
             self.add_work(work_of(func, tensors, args, kwargs, result))
         return result
-
-    def _simple(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        device = kwargs.get("device") or args[0].fake_device
-        if func in _NEW:
-            kwargs = kwargs | {"device": fake_tensors.META}
-        with in_kernel_invocation_manager(self.mode):
-            return FakeTensor(self.mode, func(*args, **kwargs), device)
 
     # Tensors in host memory
 
@@ -390,22 +379,6 @@ def _address(work: Any) -> int:
 
 def _is_on_gpu(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
-
-
-def _collect(values: Any, tensors: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, tensors)
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(change, item) for item in value)
-    return value
 
 
 _storage_device: Any = torch.UntypedStorage.device
