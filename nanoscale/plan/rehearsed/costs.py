@@ -68,14 +68,15 @@ class PlayedCosts:
 
     def slowdown(self, call: Call) -> float:
         """Return the seconds that computation loses for each second of a collective that it hides."""
-        ranks, size = self._ranks(call["ranks"]), float(call["bytes"])
-        seconds, copying = collectives.with_copying(self.hardware, ranks, size)
-        return 0.0 if self.on_cpu else self.hardware.efficiency.overlap * copying / (seconds or 1.0)
+        hardware, size = self.hardware, float(call["bytes"])
+        ranks = _group(hardware.island, hardware.pod, *call["ranks"])
+        seconds, copying = collectives.with_copying(hardware, ranks, size)
+        return 0.0 if self.on_cpu else hardware.efficiency.overlap * copying / (seconds or 1.0)
 
     def call(self, call: Call) -> float:
         """Return the seconds of a collective or message, from the moment at which all its ranks are ready."""
         hardware, name, size = self.hardware, call["kind"].strip("_"), float(call["bytes"])
-        ranks = self._ranks(call["ranks"])
+        ranks = _group(hardware.island, hardware.pod, *call["ranks"])
         if name in ("send", "recv"):
             return collectives.send(hardware, ranks, size)
         if "all" in name and "to" in name:
@@ -85,12 +86,9 @@ class PlayedCosts:
             return collectives.all_reduce(hardware, ranks, size)
         return collectives.all_gather(hardware, ranks, size)
 
-    def _ranks(self, members: Sequence[int]) -> collectives.AxisRanks:
-        return _group((*members,), self.hardware.island, self.hardware.pod)
-
 
 @cache
-def _group(members: Sequence[int], island: int, pod: int | None) -> collectives.AxisRanks:
+def _group(island: int, pod: int | None, *members: int) -> collectives.AxisRanks:
     """Return the group of these ranks, by the number in the first rank's island and pod."""
     first = members[0]
     inside = sum(rank // island == first // island for rank in members)

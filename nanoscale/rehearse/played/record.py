@@ -168,8 +168,7 @@ class RankRecord:
         return max(self.phases, key=lambda name: self.phases[name].peak, default="")
 
     def as_json(self) -> dict[str, Any]:
-        phases = {name: vars(phase) for name, phase in self.phases.items()}
-        return vars(self) | {"phases": phases}
+        return vars(self) | {"phases": {name: vars(it) for name, it in self.phases.items()}}
 
     @classmethod
     def of_json(cls, document: dict[str, Any]) -> Self:

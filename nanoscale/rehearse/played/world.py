@@ -140,21 +140,16 @@ class World(DeviceMemory):
         if self.section.startswith("step") and func.namespace != "profiler":
             self.record.operations += self.repeat
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        reported = self.on_gpu and kwargs.get("device") == fake_tensors.META
-        if reported and self.section not in _BUILDING:
-            kwargs["device"] = self.device  # autograd passes on the device that C++ reported
+        device = kwargs.get("device")
+        if self.on_gpu and device == fake_tensors.META and self.section not in _BUILDING:
+            # Autograd passes on the device that C++ reported.
+            device = kwargs["device"] = self.device
         tensors = tensors_of([*args, *kwargs.values()])
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not fakes and self._is_in_host_memory(tensors, kwargs.get("device")):
-            large = (
-                func is _EMPTY
-                and prod(args[0]) > _LARGE
-                and kwargs.get("device") != fake_tensors.META
-            )
+        if not fakes and self._is_in_host_memory(tensors, device):
+            large = func is _EMPTY and prod(args[0]) > _LARGE and device != fake_tensors.META
             # Offloaded parameters have no numbers either.
-            large = large or (
-                self.on_gpu and kwargs.get("device") == _CPU and any(t.is_meta for t in tensors)
-            )
+            large = large or (self.on_gpu and device == _CPU and any(t.is_meta for t in tensors))
             with self.mode if large else unset_fake_temporarily():
                 result = func(*args, **kwargs)
             self.see_all(result)
@@ -177,8 +172,8 @@ class World(DeviceMemory):
         if func._overloadname == "out" and kwargs["out"].numel():
             # It has the right size in compiled code, also where PyTorch has no rule.
             result = kwargs["out"]
-        elif func in _SIMPLE and (fakes or kwargs.get("device") != fake_tensors.META):
-            device = kwargs.get("device") or args[0].fake_device
+        elif func in _SIMPLE and (fakes or device != fake_tensors.META):
+            device = device or args[0].fake_device
             options = kwargs | {"device": fake_tensors.META} if func in _NEW else kwargs
             with in_kernel_invocation_manager(self.mode):
                 result = FakeTensor(self.mode, func(*args, **options), device)
