@@ -121,6 +121,13 @@ def test_a_host_that_waits_for_the_device_issues_later():
     assert (time.seconds, time.host_gaps) == (8, 2)
 
 
+def test_the_host_is_waited_for_once_before_a_wait_for_a_late_rank():
+    steps = (0, "call", 1), (1, "work", 0, 0, 0), (0, "wait", 0)
+    early, late = played(rank(*steps), rank((0, "work", 9), *steps), start=1.0)
+    assert early.seconds == late.seconds == 11
+    assert early.host_gaps == 3
+
+
 def test_the_host_needs_time_for_a_collective():
     steps = (0, "call", 1), (0, "wait", 0), (0, "work", 2)
     assert played(rank(*steps), rank(*steps), call_start=5.0)[0].seconds == 7

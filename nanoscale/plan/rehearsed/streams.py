@@ -159,8 +159,7 @@ class _Rank:
             return False
         _, what, of = self.events[at]
         now, weight = max(self.stream_times[stream], issued), self._repeats[at]
-        if what != "work" and stream == 0:
-            self.time.host_gaps += weight * (now - self.stream_times[0])
+        gap = weight * (now - self.stream_times[stream])
         if what == "work":
             now = self._compute(stream, of, issued, weight)
         elif what == "call":
@@ -185,6 +184,8 @@ class _Rank:
             now = max(now, self.done[of])
         elif what == "batch" and of:
             self._batches.append((of, max(now, issued)))
+        if what != "work" and stream == 0:
+            self.time.host_gaps += gap
         self.stream_times[stream] = self.done[at] = now
         return True
 
