@@ -99,7 +99,7 @@ def test_the_run_directory_is_complete(trained):
     environment = read_json(run.environment)
     assert environment["packages"]["torch"] and environment["cores"] >= 1
     version = torch.backends.cudnn.version()  # None in a build for CPUs
-    assert environment["kernels"] == {"attention": "flash", "cudnn": version}
+    assert environment["kernels"] == {"attention": "flash", "flash": None, "cudnn": version}
     logs = sorted(path.name.partition(".")[2] for path in run.attempt_logs(1).iterdir())
     expected = [f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")]
     assert logs == expected  # no agent has said anything

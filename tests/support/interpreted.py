@@ -99,7 +99,7 @@ def _compile_for_gpu(patches: Patches, change: tuple[str, str] | None) -> list[s
     guards: Any = torch._C._dynamo.guards
     compiler = import_module(compiled.LOADED[0]).AsyncCompile
     load, part = compiler.triton, guards._reinterpret_tensor
-    world = SimpleNamespace(device=GPU, stream=0)
+    world = SimpleNamespace(device=GPU, stream=0, record=SimpleNamespace(), lines={})
     fake_tensors.report_devices(patches, None, GPU)  # type: ignore[arg-type]
     cuda.pretend(patches, H100, world)
     compiled.patch(patches, world, H100)
