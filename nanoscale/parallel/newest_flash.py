@@ -76,8 +76,7 @@ def _results(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -
     for limits in [*causal, Limits(queries, keys, _LONGEST)]:
         pairs = Pairs(limits is None or limits.keys is queries, width**-0.5, limits)
         out, lse = kernel.forward(q, k, v, pairs)
-        whole = Attended(
-            q, k, v, out, lse.nan_to_num(neginf=0.0)
-        )  # a ring gives lse of all its keys
+        # A ring gives the log-sum-exp of all its keys.
+        whole = Attended(q, k, v, out, lse.nan_to_num(neginf=0.0))
         results += [out, lse, *kernel.backward(grad, whole, pairs)]
     return results

@@ -282,7 +282,6 @@ def gathered_once(actions: list[Any]) -> list[Any]:
 
     torch gathers them again whenever a stage is not among the next three, and frees them in between.
     """
-
     numbered = [*enumerate(actions)]
     last = {it.stage_index: at for at, it in numbered if it.computation_type == RESHARD}
     first = {it.stage_index: at for at, it in reversed(numbered) if it.computation_type == UNSHARD}

@@ -315,9 +315,9 @@ _TEST_DEVICES = (
 
 
 @cache
-def _table(section: str) -> Any:
-    """Return a section of `diagnoses.yaml`."""
-    return yaml_file.read(Path(__file__).with_name("diagnoses.yaml")).content[section]
+def diagnoses() -> Any:
+    """Return `diagnoses.yaml`. Call it before a job starts: a disk that hangs later would hide the cause."""
+    return yaml_file.read(Path(__file__).with_name("diagnoses.yaml")).content
 
 
 def _remedy(row: Document) -> str:
@@ -338,10 +338,10 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
         return failure.message, ""
-    if own := _table("by_type").get(failure.type.rpartition(".")[2]):
+    if own := diagnoses()["by_type"].get(failure.type.rpartition(".")[2]):
         return failure.message + own["ending"], _remedy(own)
     text = f"{failure.type}: {failure.message}"
-    for row in _table("by_text"):
+    for row in diagnoses()["by_text"]:
         if re.search(row["pattern"], text, re.IGNORECASE):
             return row["diagnosis"], _remedy(row)
     name = signal_name(failure.exit_code)
@@ -354,7 +354,7 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
             )
         if name == "SIGKILL":
             return _diagnose_kill(evidence)
-        if known := _table("by_signal").get(name):
+        if known := diagnoses()["by_signal"].get(name):
             return known["diagnosis"], _remedy(known)
         return f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
     if is_consequence(failure):

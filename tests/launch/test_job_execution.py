@@ -10,10 +10,12 @@ import pytest
 
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config
+from nanoscale.config.values import yaml_file
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.launch.lifecycle.job_execution import JobExecution, execute
-from nanoscale.runs.failure import RankFailure, agent_failure
+from nanoscale.runs import failure
+from nanoscale.runs.failure import Evidence, RankFailure, agent_failure
 from nanoscale.runs.job_messages import Ended, Failing, LaunchOrder, message_of
 
 PLAN = LaunchPlan(
@@ -60,6 +62,16 @@ def test_a_host_that_is_lost_before_the_start_prevents_it() -> None:
     job.run()
     assert fleet.told == [] and set(job.outcomes.values()) == {"never started"}
     assert [failure.host for failure in job.failures.values()] == ["b"]
+
+
+def test_a_failure_is_diagnosed_also_if_the_disk_of_nanoscale_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failure.diagnoses.cache_clear()
+    execution(Fleet(("a", ENDED), ("b", ENDED))).run()
+    monkeypatch.setattr(yaml_file, "read", None)
+    diagnosis, _ = failure.diagnose(RankFailure("ended", 0, 0, "a", 1.0, exit_code=-11), Evidence())
+    assert "segmentation fault" in diagnosis
 
 
 def test_the_time_limit_ends_all_ranks_and_names_the_late_hosts() -> None:

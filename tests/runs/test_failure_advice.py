@@ -26,8 +26,8 @@ VALUES = {
 }
 """keys that a remedy names without a value, and one in its direction"""
 REMEDIES = {
-    *map(failure._remedy, failure._table("by_text")),
-    *map(failure._remedy, failure._table("by_signal").values()),
+    *map(failure._remedy, failure.diagnoses()["by_text"]),
+    *map(failure._remedy, failure.diagnoses()["by_signal"].values()),
     failure._diagnose_kill(Evidence(oom_kills=1))[1],
     failure._diagnose_kill(Evidence())[1],
     failure.stopped_rank(0, 0, "h").remedy,

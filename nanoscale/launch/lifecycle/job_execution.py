@@ -24,6 +24,7 @@ from nanoscale.runs.failure import (
     Evidence,
     RankFailure,
     diagnose,
+    diagnoses,
     first_cause,
     is_consequence,
     user_error,
@@ -71,6 +72,7 @@ class JobExecution:
 
     def run(self) -> None:
         """Start the ranks and follow them until all have ended. One lost host prevents the start."""
+        diagnoses()
         self._note_lost()
         if self.failures:
             self.outcomes = {member.name: "never started" for member in self.members}

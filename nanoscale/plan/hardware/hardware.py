@@ -31,8 +31,9 @@ class Software:
     sums_in_products: bool = False
     """True if products add their gradients to fp32 sums themselves (Megatron-LM's
     gradient_accumulation_fusion)."""
-    hidden_tp: Literal["none", "backward", "both"] = "none"
-    """The passes in which the collectives of tp run in parallel with products."""
+    hidden_tp: Literal["none", "scatters", "backward", "both"] = "none"
+    """The passes in which the collectives of tp run in parallel with products; scatters: the scatters of the
+    backward pass do, during the products for weights, in compiled blocks (`parallel.compile`)."""
     dtensor: bool = False
     """True if tp and FSDP compute on DTensors. An operation costs the host `DTENSOR_S`. tp copies the tensors
     that it gathers or reduces, because the sequence is not their first dimension."""
@@ -56,7 +57,7 @@ class Software:
     unsharded, master weights and moments are sharded."""
 
 
-NANOSCALE = Software("nanoscale", copies="rank")
+NANOSCALE = Software("nanoscale", hidden_tp="scatters", copies="rank")
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
             recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
         flops += 2.0 * p.tokens(shape) * p.inputs * p.outputs
-    hidden = ("tp",) if in_products or shape.software.hidden_tp != "none" else ()
+    hidden = ("tp",) if in_products or shape.software.hidden_tp in ("backward", "both") else ()
     return passes(forward, backward, recomputed, flops + attention_flops(shape) * full, *hidden)
 
 
@@ -563,14 +563,13 @@ def _tp_in_products(hardware: Hardware, shape: MicroBatchShape, gradients: str =
 def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp in a backward pass: both pairs, unless they overlap with products.
 
-    Compiled blocks of nanoscale scatter during the products for the weights that read the gathered input
-    (`parallel.compile`). With `hidden_tp="backward"`, only the gathers before the row-split products are
-    exposed. Scatters overlap with the products for weights, and the second gathers of the inputs overlap with
-    the products for inputs.
+    With `hidden_tp="scatters"`, the products for the weights that read the gathered input hide each scatter.
+    With "backward", only the gathers before the row-split products are exposed. Scatters overlap with the
+    products for weights, and the second gathers of the inputs overlap with the products for inputs.
     """
     gather, scatter = _tp_pair(hardware, shape)
     if (
-        shape.software is NANOSCALE
+        shape.software.hidden_tp == "scatters"
         and shape.compiled
         and shape.sequence_parallel
         and not shape.adapter_rank
