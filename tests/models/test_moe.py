@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
@@ -110,6 +110,8 @@ def test_experts_of_transformers_without_tokens_take_part_in_the_backward_pass()
     config = MixtralConfig(hidden_size=8, intermediate_size=4, num_local_experts=2)
     config._experts_implementation = "eager"
     experts = MixtralExperts(config)
+    for parameter in experts.parameters():  # transformers leaves them unwritten: 0 · NaN is not 0
+        nn.init.ones_(parameter)
     rows = torch.zeros(0, 8, requires_grad=True)
     weights, chosen = torch.zeros(0, 2, requires_grad=True), torch.zeros(0, 2, dtype=torch.long)
     expert._run_foreign(experts.forward, 2, rows, weights, chosen, 0).sum().backward()

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import pytest
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.processes.pool import LostProcessError, Pool
+from nanoscale.processes.proc import is_alive
 from tests.support.waiting import wait_until
 
 WRONG = UserError("usage", "bad work", [Violation("--x", 3, "", "is bad", ("--x 4",))])
@@ -84,4 +84,4 @@ def test_the_processes_end_with_a_killed_parent() -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) == 2
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))

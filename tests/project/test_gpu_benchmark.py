@@ -11,7 +11,7 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.gpu.predictions import PREDICTED, newest, with_others
 from benchmarks.gpu.session import Failed, Session, TooSlow
 from nanoscale.backends import low_bits
 from nanoscale.config.composing.compose import compose
+from nanoscale.launch.fleet.processes import adopt_orphans
 from nanoscale.metrics.step_parts import PARTS as STEP_PARTS
 from nanoscale.models import moe
 
@@ -174,6 +175,16 @@ def test_predictions_of_some_parts_replace_only_their_rows(tmp_path: Path) -> No
     assert rows[0] is renewed and with_others(rows, tmp_path / "absent.json") == rows
 
 
+@pytest.fixture
+def no_traces() -> Iterator[None]:
+    """Undo what a session sets in its process, which is the one of the next tests too."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    adopt_orphans(False)
+
+
+@pytest.mark.usefixtures("no_traces")
 def test_a_measured_row_has_the_newest_prediction_for_its_device_beside_it(tmp_path: Path) -> None:
     predictions(tmp_path, "2026-11-28", 1.0)
     predictions(tmp_path, "2026-11-29", 1000.0)
