@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common import devices
 from nanoscale.common.cache_folder import cache_path, user_cache
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import byte_size
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message
@@ -41,7 +41,7 @@ _NCCL_OFF = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_NET_GDR_LEVEL":
 _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def facts(order: Message, port: int | None) -> dict[str, Any]:
+def facts(order: Message, port: int | None) -> Json:
     """Return the facts by which the launcher or `doctor` judges this host; JSON. `port` is reserved here."""
     local_devices, root = devices.detect(), Path(order["root"])
     # Path.exists() raises if a parent folder is not readable.
@@ -94,7 +94,7 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
     }
 
 
-def _inspect_cache(configured: str | None) -> dict[str, Any]:
+def _inspect_cache(configured: str | None) -> Json:
     """Inspect the folder of prepared corpora, or its nearest existing parent."""
     try:
         folder = cache_path(configured)
@@ -114,7 +114,7 @@ def _compile_cache() -> Path:
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), folder))
 
 
-def _inspect(folder: Path) -> dict[str, Any]:
+def _inspect(folder: Path) -> Json:
     existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     return {
         "path": str(folder),
@@ -209,7 +209,7 @@ def _read(file: Path) -> str:
     return ""
 
 
-def torch_build() -> dict[str, Any] | None:
+def torch_build() -> Json | None:
     """Return the targets of the installed torch build; None if it is not installed or cannot be read.
 
     `cuda`: the version of CUDA, None for a build without it. `architectures`: the targets of its
@@ -231,9 +231,9 @@ def torch_build() -> dict[str, Any] | None:
     return None
 
 
-def constants(source: str) -> dict[str, Any]:
+def constants(source: str) -> Json:
     """Return the constants that a Python file assigns at module level, by name."""
-    values: dict[str, Any] = {}
+    values: Json = {}
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)

@@ -3,8 +3,8 @@
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.processes import scratch
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.messages import Message
@@ -31,7 +31,7 @@ class MemoryKeeper:
         """The hosts of this attempt, by their numbers, that the launcher has lost since."""
         self._server = PeerFileServer(self.folder, bytes.fromhex(key)) if has_peers else None
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Return the port of the server (0: none) and what is kept, with every byte compared with its sum."""
         kept, damaged = memory_order.checked_files(self.folder)
         return {
@@ -41,7 +41,7 @@ class MemoryKeeper:
             "switch": os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
         }
 
-    def begin(self, run: RunDirectory, host: HostRanks, order: dict[str, Any]) -> None:
+    def begin(self, run: RunDirectory, host: HostRanks, order: Json) -> None:
         """Prepare an attempt: keep only the state that it continues from, and leave the order for the ranks.
 
         Args:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanoscale.checkpoint.store import DamagedCheckpointError, StoredCheckpoint, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import is_mapping
 from nanoscale.config.schema import Config
@@ -29,7 +30,7 @@ Difference = tuple[Any, Any]
 """A key's value in the checkpoint and now; None also if there is none."""
 
 
-def values(config: Config) -> dict[str, Any]:
+def values(config: Config) -> Json:
     """Return the values that a checkpoint records, as JSON; a nested section is one key."""
     recorded = {
         f"{section}.{name}": value
@@ -37,7 +38,7 @@ def values(config: Config) -> dict[str, Any]:
         for name, value in members.items()
         if section not in _FREE
     }
-    plain: dict[str, Any] = json.loads(json.dumps(recorded))
+    plain: Json = json.loads(json.dumps(recorded))
     return plain
 
 
@@ -89,7 +90,7 @@ def unexplained(run: RunDirectory, stored: StoredCheckpoint) -> dict[str, Differ
     differences = _differences(recorded, now)
     if not differences:
         return {}
-    changes: dict[str, Any] = {}
+    changes: Json = {}
     for event in events.read(run):
         if event.get("kind") == _EVENT and isinstance(event.get("changes"), dict):
             changes |= event["changes"]
@@ -128,7 +129,7 @@ def manifest_key(key: str) -> str:
     return ".".join(key.split(".")[:2])
 
 
-def _differences(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
+def _differences(recorded: Json, now: Json) -> dict[str, Difference]:
     """Compare the keys that were present when the checkpoint was saved and that this version has."""
     differences: dict[str, Difference] = {}
     for key, before in recorded.items():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.json_text import Json
+
 FILE = ".metadata"
 
 
@@ -151,7 +153,7 @@ def _tensors(metadata: Any) -> dict[str, StoredTensor]:
 
 
 def _tensor(
-    name: str, record: dict[str, Any], locations: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+    name: str, record: Json, locations: dict[tuple[str, tuple[int, ...]], Json]
 ) -> StoredTensor:
     (dtype, *_) = record["properties"].state
     shards = []
@@ -173,7 +175,7 @@ def _record(value: Any, kind: str) -> _Record:
     return value
 
 
-def _state(value: Any, kind: str) -> dict[str, Any]:
+def _state(value: Any, kind: str) -> Json:
     state = _record(value, kind).state
     if type(state) is not dict:
         raise MetadataError("is not the index of a checkpoint")

@@ -9,11 +9,10 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.store import MANIFEST, DamagedCheckpointError, StoredCheckpoint
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.common.object_storage import open_storage, retried
 from nanoscale.runs.directory import checkpoint_path, sync_folder
 
@@ -32,7 +31,7 @@ class RemoteCheckpoints:
         matches = map(_COMPLETE.search, retried(lambda: self._storage.find(self._folder)))
         return sorted(int(match[1]) for match in matches if match)
 
-    def manifest(self, step: int) -> dict[str, Any]:
+    def manifest(self, step: int) -> Json:
         """Return the manifest of a complete checkpoint, which `fetch` verifies."""
         name = checkpoint_path(Path(), step).name
         return dict(parse(self._storage.cat_file(f"{self._folder}/{name}/{MANIFEST}")))

@@ -26,12 +26,13 @@ from nanoscale.checkpoint.reader import Reader, result_of
 from nanoscale.checkpoint.staging import State
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import LostPeerError, UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
 from nanoscale.runs.directory import checkpoint_path
 from nanoscale.runs.fence import FencedError
 
-Description = dict[str, dict[str, Any]]
+Description = dict[str, Json]
 T = TypeVar("T")
 Report = Callable[[str], None]
 """A function that shows a sentence to the user."""
@@ -41,7 +42,7 @@ _BYTES_A_SHARD = 2048
 
 
 def save(
-    workspace: Path, state: State, about: dict[str, Any], group: dist.ProcessGroup | None = None
+    workspace: Path, state: State, about: Json, group: dist.ProcessGroup | None = None
 ) -> Path:
     """Write a checkpoint with all ranks; it is complete and published when this returns.
 
@@ -122,9 +123,7 @@ class _Files(FileSystem):
                 os.fsync(stream.fileno())
 
 
-def load_newest(
-    workspace: Path, state: State, report: Report = lambda _: None
-) -> dict[str, Any] | None:
+def load_newest(workspace: Path, state: State, report: Report = lambda _: None) -> Json | None:
     """Fill `state` in place from the newest complete checkpoint; return its manifest, or None if there are
     none.
 
@@ -195,7 +194,7 @@ def _set_aside(
     )
 
 
-def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
+def load_weights(stored: StoredCheckpoint, state: State) -> Json:
     """Fill the tensors of `state` in place, whatever their dtype, and nothing else; return the manifest.
 
     The weights are the result of the training: their averages, if the checkpoint has them.

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nanoscale.checkpoint import metadata
 from nanoscale.checkpoint.metadata import MetadataError
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
 from nanoscale.runs.directory import (
@@ -71,7 +71,7 @@ class StoredCheckpoint:
     step: int
 
     @property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Json:
         return read_manifest(self.path)
 
 
@@ -128,7 +128,7 @@ def require_space(folder: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, f"no space left for a checkpoint of {byte_size(size)}: {what}")
 
 
-def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, Any]]) -> Path:
+def publish(staging: Path, manifest: Json, sums: dict[str, Json]) -> Path:
     """Publish a checkpoint, and let `latest` point to it, after all its files are on disk.
 
     `sums` is the result of `sum_files` for all files in `staging`.
@@ -278,12 +278,12 @@ def find_damage(path: Path, index: int = 0, count: int = 1, *, sums: bool = True
     return damage
 
 
-def sum_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def sum_files(paths: Iterable[Path]) -> dict[str, Json]:
     """Return size in bytes and XXH3-128 sum of each file, by name."""
     return {path.name: {"bytes": path.stat().st_size, "xxh3_128": file_sum(path)} for path in paths}
 
 
-def render_manifest(manifest: dict[str, Any]) -> str:
+def render_manifest(manifest: Json) -> str:
     """Return a manifest as text, with the sum of its own content."""
     import xxhash
 
@@ -291,7 +291,7 @@ def render_manifest(manifest: dict[str, Any]) -> str:
     return json.dumps(manifest | {"sum": content_sum}, indent=1) + "\n"
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Json:
     """Read the manifest of a checkpoint folder.
 
     Raises:
@@ -319,7 +319,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
+def _index_problem(file: Path, files: Json) -> str | None:
     """Return a problem of the index of tensors; its bytes match the recorded checksum."""
     try:
         tensors = metadata.read(file).values()
@@ -331,7 +331,7 @@ def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
     return None
 
 
-def _file_damage(file: Path, files: dict[str, Any], sums: bool, patient: bool) -> list[str]:
+def _file_damage(file: Path, files: Json, sums: bool, patient: bool) -> list[str]:
     """Return the damage of a file; with `patient`, a transient read error counts only if it repeats."""
     try:
         problem = _retried(lambda: _problem(file, files, sums), patient)
@@ -344,7 +344,7 @@ def _file_damage(file: Path, files: dict[str, Any], sums: bool, patient: bool) -
     return [f"{file.name}: {problem}"] if problem else []
 
 
-def _problem(file: Path, files: dict[str, Any], sums: bool) -> str | None:
+def _problem(file: Path, files: Json, sums: bool) -> str | None:
     """Return a problem of a file, which is read if `sums` is true; the index of tensors always is."""
     recorded, status = files[file.name], file.stat()
     if not stat.S_ISREG(status.st_mode):

@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any
 
+Json = dict[str, Any]
+"""A JSON object."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

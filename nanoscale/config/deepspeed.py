@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.reference import flat, merged, value_of
 from nanoscale.config.resolved import ResolvedConfig
@@ -60,10 +61,10 @@ OWNED = SAME | {
 """Settings that a key of ours decides."""
 
 
-def deepspeed_settings(config: ResolvedConfig) -> dict[str, Any]:
+def deepspeed_settings(config: ResolvedConfig) -> Json:
     """Return the configuration of DeepSpeed's engine for a resolved configuration, `backend.extra` merged in
     last."""
-    settings: dict[str, Any] = {
+    settings: Json = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": config.optimizer.clip_norm or _NO_LIMIT,
@@ -76,9 +77,9 @@ def deepspeed_settings(config: ResolvedConfig) -> dict[str, Any]:
     return merged(settings, config.backend.extra)
 
 
-def _zero(config: ResolvedConfig) -> dict[str, Any]:
+def _zero(config: ResolvedConfig) -> Json:
     zero, overlap = config.zero, config.backend.overlap_comm
-    settings: dict[str, Any] = {"stage": zero.stage}
+    settings: Json = {"stage": zero.stage}
     if zero.stage > 0:
         settings["overlap_comm"] = overlap == "on" or (overlap == "auto" and zero.stage == 3)
     for path, key in SAME.items():
@@ -93,9 +94,9 @@ def _zero(config: ResolvedConfig) -> dict[str, Any]:
     return settings
 
 
-def _precision(config: ResolvedConfig) -> dict[str, Any]:
+def _precision(config: ResolvedConfig) -> Json:
     precision = config.precision
-    settings: dict[str, Any] = {"communication_data_type": precision.reduce}
+    settings: Json = {"communication_data_type": precision.reduce}
     if precision.compute not in ("bf16", "fp16"):
         return settings
     if config.zero.stage == 0:
@@ -118,9 +119,9 @@ def owner(extra: Mapping[str, Any]) -> dict[str, str]:
     return {path: OWNED[path] for path in flat(extra, stop=OWNED.__contains__) if path in OWNED}
 
 
-def unowned(extra: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def unowned(extra: Mapping[str, Any], prefix: str = "") -> Json:
     """Return `extra` without the settings that a key of ours decides, and without mappings emptied by that."""
-    rest: dict[str, Any] = {}
+    rest: Json = {}
     for name, value in extra.items():
         nested = isinstance(value, Mapping) and value
         left = unowned(value, f"{prefix}{name}.") if nested else value

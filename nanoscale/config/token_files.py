@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.config.schema import Config, Data, DataSource, Train
 from nanoscale.config.token_formats import (
     FORMATS,
@@ -76,7 +75,7 @@ def folder_of(path: str | Path) -> Path | None:
     return None
 
 
-def manifest(folder: Path) -> dict[str, Any] | None:
+def manifest(folder: Path) -> Json | None:
     """Return the manifest of a prepared folder; None if it is missing or unreadable."""
     try:
         found = parse((folder / MANIFEST).read_bytes())

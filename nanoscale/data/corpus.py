@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config.schema import Data
 from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
 from nanoscale.data.prepare.preparation import (
@@ -54,7 +54,7 @@ class Corpus:
     """A prepared corpus in the cache."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Json
 
     @property
     def prefix(self) -> Path:
@@ -156,7 +156,7 @@ def _holds_text(source: TextSource) -> bool:
         return False
 
 
-def _complete_corpus(folder: Path, identity: dict[str, Any]) -> Corpus | None:
+def _complete_corpus(folder: Path, identity: Json) -> Corpus | None:
     """Return the corpus of this folder, or None if it is incomplete; checks only names and sizes."""
     try:
         written = manifest(folder) or {}

@@ -6,10 +6,10 @@ from contextlib import suppress
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from nanoscale.common.json_text import Json
 from nanoscale.config import token_files
 from nanoscale.config.token_files import answers_of
 from nanoscale.config.token_formats import FORMATS, format_of, is_parts, part_of
@@ -30,7 +30,7 @@ def inspect(
     samples: int,
     eos: int | None = None,
     init_from: str | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Describe a prepared folder or the tokens of another format; every token is read.
 
     `tokenizer` decodes if the files do not name theirs, `vocab` is a model's, and `eos` is data.eos;
@@ -104,7 +104,7 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
 
 def _split(
     file: TokenFile, decoder: Tokenizer | None, samples: int, answers: np.ndarray | None
-) -> dict[str, Any]:
+) -> Json:
     lengths = _lengths(file)
     ordered = sorted(lengths)
     seen = accumulate(lengths[length] for length in ordered)
@@ -168,7 +168,7 @@ def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
 
 def _sample(
     file: TokenFile, number: int, decoder: Tokenizer | None, answers: np.ndarray | None
-) -> dict[str, Any]:
+) -> Json:
     tokens, start = file[number], file.index.document_start(number)
     ids = [int(token) for token in tokens[: _SAMPLE if answers is None else _CHAT]]
     marks = None if answers is None else answers[start : start + len(ids)].tolist()
@@ -182,7 +182,7 @@ def _sample(
     return result if marks is None else {**result, "answers": marks}
 
 
-def _about(decoder: Tokenizer | None, file: TokenFile) -> dict[str, Any] | None:
+def _about(decoder: Tokenizer | None, file: TokenFile) -> Json | None:
     if decoder is not None:
         return {"vocabulary": decoder.vocab_size, "eos": decoder.eos}
     return {"name": name} if (name := file.index.tokenizer) else None
@@ -203,9 +203,7 @@ def _vocabulary_problems(largest: int, decoder: Tokenizer | None, vocab: int | N
     return problems
 
 
-def _manifest_problems(
-    folder: Path, manifest: dict[str, Any] | None, splits: dict[str, dict[str, Any]]
-) -> list[str]:
+def _manifest_problems(folder: Path, manifest: Json | None, splits: dict[str, Json]) -> list[str]:
     if manifest is None:
         return [f"{folder / token_files.MANIFEST} cannot be read"]
     problems = []

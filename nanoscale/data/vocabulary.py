@@ -3,8 +3,8 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.schema import Config
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.data import corpus
@@ -26,7 +26,7 @@ _FILES = (
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def write(folder: Path, config: Config) -> dict[str, Any]:
+def write(folder: Path, config: Config) -> Json:
     """Write the tokenizer's files, as far as it is known; return the special tokens' numbers for config.json.
 
     It is `data.tokenizer`. If only token files were named, it is the tokenizer of the run's initial model;
@@ -108,18 +108,18 @@ def _copy(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _special_entries(source: Path | None) -> dict[str, Any]:
+def _special_entries(source: Path | None) -> Json:
     """Return the special tokens of a model's config.json; none without a folder."""
     document = tokenizers.read_object(source / "config.json") if source is not None else {}
     return {name: document[name] for name in _SPECIAL if name in document}
 
 
-def _with_end(settings: dict[str, Any], eos: int) -> dict[str, Any]:
+def _with_end(settings: Json, eos: int) -> Json:
     """Add the end of a document to the tokens that end a text, if it is not one of them."""
     named = settings.get("eos_token_id")
     ends = named if isinstance(named, list) else [] if named is None else [named]
     return settings if eos in ends else settings | {"eos_token_id": [*ends, eos] if ends else eos}
 
 
-def _eos_entry(number: int | None) -> dict[str, Any]:
+def _eos_entry(number: int | None) -> Json:
     return {"bos_token_id": None, "eos_token_id": number, "pad_token_id": None}

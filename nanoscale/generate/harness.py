@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.common.versions import missing
 from nanoscale.generate.conversation import ChatFormat
 from nanoscale.generate.replicas import BatchWork, RunAll, run_here
@@ -169,7 +170,7 @@ class Answers:
             yield ScoringBatch(pairs[start : start + count])
             start += count
 
-    def _wanted(self, question: str, wanted: dict[str, Any]) -> tuple[list[int], Wish]:
+    def _wanted(self, question: str, wanted: Json) -> tuple[list[int], Wish]:
         """Return the tokens of a question, and the settings of the text after it."""
         unknown = sorted(wanted.keys() - _KNOWN)
         if unknown:
@@ -220,7 +221,7 @@ def evaluate_tasks(
     *,
     errors: bool = True,
     chat: ChatFormat | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Return the result of `lm_eval.simple_evaluate` for these tasks.
 
     Args:
@@ -265,7 +266,7 @@ def evaluate_tasks(
         if not manager.match_tasks([task]):
             raise _no_task(task, tasks, manager.all_tasks)
     try:
-        results: dict[str, Any] = lm_eval.simple_evaluate(
+        results: Json = lm_eval.simple_evaluate(
             model=Model(),
             tasks=manager.match_tasks(list(tasks)),
             num_fewshot=few_shot,

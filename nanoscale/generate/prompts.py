@@ -1,15 +1,14 @@
 """A file of prompts. Imports no torch."""
 
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.errors import UserError
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 
 PROMPT = "prompt"
 
 
-def read_prompts(file: Path) -> list[dict[str, Any]]:
+def read_prompts(file: Path) -> list[Json]:
     """Read records with at least `prompt`: one per line of a .jsonl file, otherwise one per line that is not
     empty.
 
@@ -30,7 +29,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     return [{PROMPT: line} for _, line in numbered]
 
 
-def _record(file: Path, number: int, line: str) -> dict[str, Any]:
+def _record(file: Path, number: int, line: str) -> Json:
     try:
         record = parse(line)
     except ValueError as error:

@@ -3,10 +3,10 @@
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.devices import detect
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.values.provenance import Composed, Setting
@@ -33,9 +33,9 @@ class Request:
     """The hosts of the hostfile or of SLURM; none if all ranks are simply on this machine."""
     choice: LayoutChoice | None = None
     """The layout that the plan chose; None if the request left nothing of it to the plan."""
-    plan: dict[str, Any] | None = None
+    plan: Json | None = None
     """The content of plan.json: the prediction; None if there is none."""
-    program: dict[str, Any] | None = None
+    program: Json | None = None
     """The content of program.json: the rehearsal; None if there is none."""
 
     @property

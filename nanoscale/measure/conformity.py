@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.translation.miniature import SAVED, STEPS
 from nanoscale.config.values.hooks import function
@@ -84,7 +85,7 @@ def run(context: RankContext) -> str:
     return "completed"
 
 
-def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
+def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> Json:
     """Train the steps in a layout, and those after the checkpoint once more from there; return what was found.
 
     Ranks write their records and the checkpoint into a run directory.
@@ -112,9 +113,7 @@ def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> di
     return {"findings": findings}
 
 
-def compare_with_layout(
-    config: ResolvedConfig, folder: RunDirectory, rank: int = 0
-) -> dict[str, Any]:
+def compare_with_layout(config: ResolvedConfig, folder: RunDirectory, rank: int = 0) -> Json:
     """Train the steps in one process, and compare with the records of a layout."""
     recorder = RecordedTraining(config, folder, rank)
     single = [recorder.step() for _ in range(STEPS)]
@@ -138,7 +137,7 @@ def limits(config: ResolvedConfig) -> dict[str, float]:
     return {what: limit if is_ours else 1e4 * limit for what, limit in _LIMITS.items()}
 
 
-def record_in_fp32(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
+def record_in_fp32(config: ResolvedConfig, folder: RunDirectory, rank: int) -> Json:
     """Train the steps in a layout; with compiled blocks, compare them with the steps without."""
     name = f"compile-{config.backend.compile}"
     RecordedTraining(config, folder, rank).write(name, STEPS)
@@ -283,9 +282,7 @@ class RecordedTraining:
     def _state(self) -> dict[str, Tensor]:
         """Return copies of this rank's weights, buffers and modes, and of all numbers of its optimizer."""
         optimizer = self.engine._torch_optimizer()
-        values: dict[str, Any] = {
-            "number of consumed samples": self.training.progress.consumed_samples
-        }
+        values: Json = {"number of consumed samples": self.training.progress.consumed_samples}
         for name, parameter in self.engine.parameters():
             moments = optimizer.state.get(parameter, {}).items()
             values |= {name: parameter} | {f"{key} of {name}": value for key, value in moments}
@@ -417,7 +414,7 @@ def compare(
     limits: dict[str, float],
     first_step: int = 1,
     least: float = _SMALL,
-) -> dict[str, Any]:
+) -> Json:
     """Return the largest relative difference of records, and the first that is more than rounding.
 
     Losses come first, since they show a wrong forward pass; then gradients by the order of the model.
@@ -437,7 +434,7 @@ def compare(
     return {"largest": largest, "first_difference": None}
 
 
-def _differences(ours: StepRecord, reference: StepRecord, least: float) -> Iterator[dict[str, Any]]:
+def _differences(ours: StepRecord, reference: StepRecord, least: float) -> Iterator[Json]:
     yield _numbers("loss", ours.loss, reference.loss)
     names = list(reference.gradients)
     norm = torch.stack([it.norm() for it in reference.gradients.values()]).norm().item()
@@ -451,7 +448,7 @@ def _differences(ours: StepRecord, reference: StepRecord, least: float) -> Itera
         yield _numbers("metric", ours.figures[name], value) | {"parameter": name}
 
 
-def _numbers(what: str, ours: float, reference: float) -> dict[str, Any]:
+def _numbers(what: str, ours: float, reference: float) -> Json:
     relative = abs(ours - reference) / max(abs(reference), 1e-300)
     factor = ours / reference if reference else None
     return {"what": what, "parameter": None, "relative": relative, "factor": factor}
@@ -459,7 +456,7 @@ def _numbers(what: str, ours: float, reference: float) -> dict[str, Any]:
 
 def _tensors(
     what: str, name: str, ours: dict[str, Tensor], reference: dict[str, Tensor], least: float
-) -> dict[str, Any]:
+) -> Json:
     """Return the relative difference of a parameter's tensors, and their ratio if they are parallel."""
     b = reference[name].double().flatten()
     a = ours[name].double().flatten() if name in ours else torch.zeros_like(b)

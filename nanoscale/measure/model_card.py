@@ -8,7 +8,6 @@ when the row is complete, so a rank that fails ends its own row alone.
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.hf.load_any_model import judge
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hf.safetensors_headers import are_equal, read_folder
 from nanoscale.config.resolved import ResolvedConfig
@@ -62,7 +62,7 @@ def run(context: RankContext) -> str:
     return "completed"
 
 
-def compare_documents(config: ResolvedConfig, _: RunDirectory, __: int) -> dict[str, Any]:
+def compare_documents(config: ResolvedConfig, _: RunDirectory, __: int) -> Json:
     """Compare rows of several documents with each document alone, which needs no mask."""
     plain = replace(config, data=replace(config.data, document_mask=False))
     packed = conformity.SmallSamples(config, 0).batch([0, 1, 2])
@@ -96,7 +96,7 @@ def _record(config: ResolvedConfig, batches: list[Batch]) -> conformity.StepReco
     return conformity.StepRecord(loss, norm, gradients)
 
 
-def compare_export(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
+def compare_export(config: ResolvedConfig, folder: RunDirectory, rank: int) -> Json:
     """Read the folder `model.init_from`, export it unchanged, and compare tensors and logits."""
     fence.begin(folder, 1)
     recorder = conformity.RecordedTraining(config, folder, rank, restores=True)

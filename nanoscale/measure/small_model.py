@@ -7,13 +7,13 @@ answer, the last line, is the `problem` or null with the number of `parameters` 
 
 import json
 import sys
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.schema import Model
 from nanoscale.config.translation.miniature import small_hf_model
 from nanoscale.config.violations import nearest
@@ -21,7 +21,7 @@ from nanoscale.models.hf_model import build, named_tensors
 
 _MOST_PARAMETERS = 5_000_000
 _HEADS, _ROPE = {"head_dim": 128}, {"rope_theta": 1e4, "rope_type": "default"}
-_LACKING: dict[str, dict[str, Any]] = {
+_LACKING: dict[str, Json] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -36,7 +36,7 @@ _LACKING: dict[str, dict[str, Any]] = {
 """Settings that the usual configuration of a type lacks, or has only for a model without its parts."""
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: Json) -> Json:
     """Save the model, and answer a request."""
     family, document = request["type"], request["document"]
     if family not in CAUSAL:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanoscale.checkpoint.saver import Saver
+from nanoscale.common.json_text import Json
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.schema import Precision
 from nanoscale.config.values.hooks import function
@@ -98,7 +99,7 @@ class _Bench:
     device: torch.device
     say: Any
 
-    def time_steps(self, warmup: int, steps: int) -> dict[str, Any]:
+    def time_steps(self, warmup: int, steps: int) -> Json:
         """Time uninterrupted steps, as if none were logged; the slowest rank's times count."""
         first, warming = None, time.perf_counter()
         for number in range(warmup):
@@ -147,7 +148,7 @@ class _Bench:
             yield lambda: ticks.append(time.perf_counter()), times
             times += [end - start for start, end in pairwise(ticks)]
 
-    def record_steps(self) -> dict[str, Any] | None:
+    def record_steps(self) -> Json | None:
         """Return the parts of the mean step, averaged over ranks; blocking calls are the first rank's."""
         self.say("recording what the steps are made of …")
         profiler = recording(self.device, first=2, last=1 + RECORDED, begin=1)
@@ -170,7 +171,7 @@ class _Bench:
             for name, value in found[0].items()
         }
 
-    def save(self, folder: Path, context: RankContext) -> dict[str, Any]:
+    def save(self, folder: Path, context: RankContext) -> Json:
         """Measure how long a checkpoint stops the training, until the device can continue.
 
         For asynchronous checkpoints the second one counts: the first also allocates the memory of its copy.

@@ -12,8 +12,8 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.processes.listener import AuthenticatedListener
 from nanoscale.processes.messages import HandshakeError, introduce, receive
 
@@ -92,7 +92,7 @@ class PeerFiles:
         _send(self._connection, {"remove": name})
         self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Json:
         answer = _receive(self._connection)
         if answer is None or "error" in answer:
             raise ConnectionError(answer["error"] if answer else "the other host hung up")
@@ -116,7 +116,7 @@ def _serve(connection: socket.socket, folder: Path) -> None:
                 _send(connection, {"error": str(error)})
 
 
-def _handle(connection: socket.socket, folder: Path, request: dict[str, Any]) -> None:
+def _handle(connection: socket.socket, folder: Path, request: Json) -> None:
     if "list" in request:
         names = sorted(path.name for path in folder.iterdir())
         _send(connection, {"names": fnmatch.filter(names, request["list"])})
@@ -156,12 +156,12 @@ def _write_in_place(connection: socket.socket, path: Path, count: int) -> None:
         file.truncate()
 
 
-def _send(connection: socket.socket, document: dict[str, Any]) -> None:
+def _send(connection: socket.socket, document: Json) -> None:
     data = json.dumps(document).encode()
     connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
+def _receive(connection: socket.socket) -> Json | None:
     """Return the next document; None once the other end has hung up."""
     try:
         length = int.from_bytes(receive(connection, _LENGTH_BYTES), "big")
@@ -169,7 +169,7 @@ def _receive(connection: socket.socket) -> dict[str, Any] | None:
         return None
     if length > _MOST_BYTES:
         raise ValueError(f"a request of {length} bytes")
-    document: dict[str, Any] = json.loads(receive(connection, length))
+    document: Json = json.loads(receive(connection, length))
     return document
 
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.versions import missing
 from nanoscale.config.layout import axis_of
 from nanoscale.config.resolved import ResolvedConfig
@@ -16,9 +17,9 @@ def document(
     records: Sequence[RankRecord],
     stands_for: dict[int, int],
     steps: int,
-    gpu: dict[str, Any] | None,
+    gpu: Json | None,
     context: int,
-) -> dict[str, Any]:
+) -> Json:
     """Return the document.
 
     Args:
@@ -65,13 +66,13 @@ def document(
     }
 
 
-def _kernels(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
+def _kernels(records: Sequence[RankRecord]) -> list[Json]:
     """Return the compiled kernels of the played ranks, each once, those with most bytes in a step first."""
     kernels = {(it["name"], it["bytes"]): it for record in records for it in record.kernels}
     return sorted(kernels.values(), key=lambda it: -int(it["times"] * it["bytes"]))
 
 
-def failed(result: dict[str, Any]) -> bool:
+def failed(result: Json) -> bool:
     """True if the code of a rank failed, ranks disagree, or a rank made a mistake."""
     ranks = result["ranks"]
     return bool(result["mismatches"]) or any(rank["error"] or rank["findings"] for rank in ranks)
@@ -108,7 +109,7 @@ def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: in
     return [name for name, has in names.items() if has]
 
 
-def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
+def _rank(record: RankRecord, stands_for: int, context: int) -> Json:
     names = (
         "rank",
         "peak_phase",
@@ -133,13 +134,11 @@ def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
     }
 
 
-def _totals(
-    records: Sequence[RankRecord], degrees: dict[str, int], steps: int
-) -> list[dict[str, Any]]:
+def _totals(records: Sequence[RankRecord], degrees: dict[str, int], steps: int) -> list[Json]:
     """Return, for each axis and kind, the collectives of the last step of the rank with most of them."""
-    most: dict[Any, dict[str, Any]] = {}
+    most: dict[Any, Json] = {}
     for record in records:
-        counted: defaultdict[Any, dict[str, Any]] = defaultdict(lambda: {"count": 0, "bytes": 0})
+        counted: defaultdict[Any, Json] = defaultdict(lambda: {"count": 0, "bytes": 0})
         axes = [axis_of(group, degrees) for group in record.groups]
         for call in record.calls:
             if call.phase == f"step {steps}":
@@ -153,7 +152,7 @@ def _totals(
     return [{"axis": axis, "kind": kind, **total} for (axis, kind), total in sorted(most.items())]
 
 
-def _streams(record: RankRecord) -> dict[str, Any]:
+def _streams(record: RankRecord) -> Json:
     """Return the events of a rank's streams in the last step, for its time (`plan.rehearsed`)."""
     first, end = record.step_events
     called = sorted({it.of for it in record.events[first:end] if it.what == "call"})
@@ -172,7 +171,7 @@ def _streams(record: RankRecord) -> dict[str, Any]:
     return {"works": record.works, "segments": record.segments, "events": events, "calls": calls}
 
 
-def _program(record: RankRecord) -> dict[str, Any]:
+def _program(record: RankRecord) -> Json:
     """Return the collectives of a rank in order, column by column."""
     names = ("kind", "group", "bytes", "dtype", "peer", "phase", "repeat", "block", "line")
     return {

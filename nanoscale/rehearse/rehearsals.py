@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.common.versions import missing, nanoscale_version
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError, described
@@ -63,7 +63,7 @@ def why_unplayable(config: ResolvedConfig) -> Violation | None:
     return None
 
 
-def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
+def device_of(config: ResolvedConfig) -> tuple[Json | None, int]:
     """Return the description of the job's GPUs, and the bytes that are not PyTorch's; None for CPUs."""
     if config.launcher.device == "cpu":
         return None, 0
@@ -80,7 +80,7 @@ def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
 
 
 def digest(
-    config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: int,
+    config: Config, gpu: Json | None, ranks: list[int], steps: int,
     every_batch: bool = False,
 ) -> str:  # fmt: skip
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
@@ -90,7 +90,7 @@ def digest(
     return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
 
-def _shaping(config: Config) -> dict[str, Any]:
+def _shaping(config: Config) -> Json:
     """Return the values that decide what a rank runs: all but numbers, paths and times."""
     values = flat(asdict(config))
     shaping = {key: value for key, value in values.items() if not key.startswith(_ONLY_NUMBERS)}
@@ -122,7 +122,7 @@ def cached(name: str) -> Path:
     return cache_path(None) / "rehearsals" / f"{name}.json"
 
 
-def known(name: str) -> dict[str, Any] | None:
+def known(name: str) -> Json | None:
     """Return the document of a rehearsal in the cache; None if there is none that this user wrote and that can
     be read."""
     with suppress(OSError, ValueError):
@@ -130,7 +130,7 @@ def known(name: str) -> dict[str, Any] | None:
         total, _, text = cached(name).read_text(encoding="utf-8").partition("\n")
         is_own = about.st_uid == os.getuid() and not about.st_mode & 0o022
         if is_own and total == _sum(text):
-            document: dict[str, Any] = parse(text)
+            document: Json = parse(text)
             return document
     return None
 
@@ -139,7 +139,7 @@ def _sum(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
+def known_of(config: ResolvedConfig) -> Json | None:
     """Return the document of the present code's rehearsal of a job on its hardware; None if there is none."""
     try:
         gpu, _ = device_of(config)
@@ -158,7 +158,7 @@ def estimated_seconds(config: ResolvedConfig) -> float:
     return _BLOCK_S * passes * -(-kinds // cores())
 
 
-def keep(name: str, document: dict[str, Any]) -> None:
+def keep(name: str, document: Json) -> None:
     """Write the document of a rehearsal into the cache; errors of a full or read-only disk are ignored."""
     with suppress(OSError):
         cached(name).parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ class Task:
 
     ranks: list[int]
     steps: int
-    gpu: dict[str, Any] | None
+    gpu: Json | None
     """The fields of `rehearse.played.cuda.Gpu`; None for a job on CPUs."""
     processes: int
     """The most ranks that are played at once."""
@@ -203,7 +203,7 @@ def snapshot_file(folder: Path, rank: int) -> Path:
 
 def rehearse(
     config: Config,
-    gpu: dict[str, Any] | None,
+    gpu: Json | None,
     ranks: list[int],
     steps: int,
     progress: Callable[[str], None],

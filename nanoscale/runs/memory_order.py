@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import COMMITTED
 
@@ -87,12 +87,12 @@ def read_order() -> MemoryOrder | None:
     return MemoryOrder(**content)
 
 
-def peer_of(content: dict[str, Any] | None) -> MemoryPeer | None:
+def peer_of(content: Json | None) -> MemoryPeer | None:
     """Return a peer from JSON."""
     return None if content is None else MemoryPeer(**content)
 
 
-def source_of(content: dict[str, Any] | None) -> MemorySource | None:
+def source_of(content: Json | None) -> MemorySource | None:
     """Return a source from JSON."""
     if content is None:
         return None
@@ -104,7 +104,7 @@ def file_name(order: MemoryOrder, rank: int, slot: int) -> str:
     return f"{order.attempt}-{order.node}-{rank}-{slot}.data"
 
 
-def checked_files(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def checked_files(folder: Path) -> tuple[list[Json], list[str]]:
     """Return what is known of the ranks' files in a folder, and a sentence for each that has changed.
 
     Every byte is compared with its sum.
@@ -115,7 +115,7 @@ def checked_files(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return [it for it in checked if isinstance(it, dict) and it], damaged
 
 
-def committed_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def committed_in(folder: Path) -> Iterator[tuple[Path, Json]]:
     """Yield the indexes of ranks' files in a folder, and what each says; damaged ones are left out."""
     for path in folder.glob(f"*{COMMITTED}"):
         with suppress(OSError, ValueError):
@@ -128,12 +128,12 @@ def index_with_sum(text: str) -> bytes:
     return content + _sum(content)
 
 
-def read_index(content: bytes) -> dict[str, Any]:
+def read_index(content: bytes) -> Json:
     """Return what an index says. Raises a ValueError if its bytes differ from their sum."""
     text, stored_sum = content[:-_SUM_BYTES], content[-_SUM_BYTES:]
     if _sum(text) != stored_sum:
         raise ValueError("its bytes differ from their sum")
-    document: dict[str, Any] = parse(text)
+    document: Json = parse(text)
     return document
 
 
@@ -149,7 +149,7 @@ def require_regular(path: Path) -> None:
         raise OSError("it is not a regular file")
 
 
-def _require_form(about: dict[str, Any]) -> None:
+def _require_form(about: Json) -> None:
     """Raise a ValueError if an index lacks what a resume needs, or has numbers that no job has."""
     manifest = about["manifest"]
     numbers = {it: about[it] for it in _NUMBERS} | {"samples": manifest["consumed_samples"]}
@@ -168,7 +168,7 @@ def _sum(content: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_hexdigest(content).encode()
 
 
-def _check(path: Path) -> dict[str, Any] | str:
+def _check(path: Path) -> Json | str:
     """Return what a rank's file is, or a sentence if it cannot be used; nothing if it was removed."""
     try:
         return _checked(path)
@@ -178,7 +178,7 @@ def _check(path: Path) -> dict[str, Any] | str:
         return f"{path.name} cannot be read: {error}"
 
 
-def _checked(path: Path) -> dict[str, Any] | str:
+def _checked(path: Path) -> Json | str:
     about = read_index(read_regular(path))
     _require_form(about)
     del about["tensors"], about["manifest"]

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import byte_size, numbered
 from nanoscale.runs.directory import write_json
 from nanoscale.runs.documents import read_document, read_record
@@ -72,7 +73,7 @@ class Position:
 
     step: int
     """The step that it trains; 0: it has not begun."""
-    groups: dict[str, dict[str, Any]]
+    groups: dict[str, Json]
     """The groups by name: `axis`, `ranks`, the number of collectives `issued` by this rank, and in `next` what
     the next one is, if a rehearsal tells it; empty before it joined."""
     waits: bool
@@ -137,7 +138,7 @@ def _issued(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
 
 
-def _groups() -> dict[str, dict[str, Any]]:
+def _groups() -> dict[str, Json]:
     found = {}
     for group in _process_groups():
         with suppress(Exception):  # a group that is being destroyed
@@ -219,9 +220,7 @@ def next_call(file: Path, rank: int, members: Sequence[int], number: int) -> str
     return ""
 
 
-def _calls(
-    document: dict[str, Any], rank: int, members: Sequence[int]
-) -> Iterator[tuple[str, int, str]]:
+def _calls(document: Json, rank: int, members: Sequence[int]) -> Iterator[tuple[str, int, str]]:
     """Yield kind, bytes and block of the collectives of the last played step in groups like this one."""
     stage_ranks = document["world_size"] // document["degrees"]["pp"]
     played = sorted(map(int, document["program"]))

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.processes.scratch import flock
 from nanoscale.runs import lock, metrics, status, trust
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, write_json
@@ -55,7 +56,7 @@ class Settings:
     """True if the trials are an array of SLURM jobs."""
 
 
-def _signed(settings: Settings) -> dict[str, Any]:
+def _signed(settings: Settings) -> Json:
     return {"overrides": settings.overrides, "config_dir": settings.config_dir}
 
 
@@ -167,9 +168,7 @@ class Sweep:
             return "pruned"
         return recorded if recorded in ("completed", "failed") else "interrupted"
 
-    def row(
-        self, trial: Trial, metric: str = "eval_loss", state: State | None = None
-    ) -> dict[str, Any]:
+    def row(self, trial: Trial, metric: str = "eval_loss", state: State | None = None) -> Json:
         """Return a trial's values, its state and its newest figures.
 
         Args:
@@ -192,7 +191,7 @@ class Sweep:
             row if metric in row else row | {metric: (metrics.last(run, metric) or {}).get(metric)}
         )
 
-    def keep_table(self, rows: Sequence[dict[str, Any]]) -> None:
+    def keep_table(self, rows: Sequence[Json]) -> None:
         """Write the table of all trials to results.csv."""
         if not rows:
             return

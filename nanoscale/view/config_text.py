@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.common import display
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import counted
 from nanoscale.config.reference import declared, value_of
 from nanoscale.config.training_phases import lr_factor, phase_at
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
 
 
-def explained(name: str, composed: Composed, here: Config | None) -> dict[str, Any]:
+def explained(name: str, composed: Composed, here: Config | None) -> Json:
     """Return all that is known of a key; `here` is the configuration resolved for this machine."""
     key = declared()[name]
     *earlier, last = composed.history[name]
@@ -39,7 +40,7 @@ def explained(name: str, composed: Composed, here: Config | None) -> dict[str, A
     }
 
 
-def print_explained(document: dict[str, Any], *, first: bool) -> None:
+def print_explained(document: Json, *, first: bool) -> None:
     """Print a key: its meaning, its value, and what set it."""
     from rich.text import Text
 
@@ -63,7 +64,7 @@ def print_explained(document: dict[str, Any], *, first: bool) -> None:
         out.print(Text.assemble((f"  {label:<9}", "dim"), text))
 
 
-def options_document(options: Mapping[str, Option]) -> list[dict[str, Any]]:
+def options_document(options: Mapping[str, Option]) -> list[Json]:
     """Return the options of a group for `--json`."""
     return [
         {"name": name, "about": option.about, "origin": option.origin}

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from math import isfinite
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import listed
 
 _EXACT = 1e-6
@@ -30,7 +30,7 @@ _BETWEEN = (
 )
 
 
-def sentences(result: dict[str, Any]) -> Iterator[str]:
+def sentences(result: Json) -> Iterator[str]:
     """Yield the sentences for people; the last one says what the comparison cannot show."""
     name, saved = layout_name(result), result["saved_step"]
     other = "the layout without torch.compile" if result["compiled"] else "one process"
@@ -63,14 +63,14 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def layout_name(result: dict[str, Any]) -> str:
+def layout_name(result: Json) -> str:
     """Return the small job's layout, as in `dp 2 · tp 2, ZeRO 3`."""
     degrees = " · ".join(f"{axis} {degree}" for axis, degree in result["layout"].items())
     compiled = ", compiled" if result.get("compiled") else ""
     return f"{degrees or 'one rank'}, ZeRO {result['zero_stage']}{compiled}"
 
 
-def _difference(first: dict[str, Any], result: dict[str, Any], other: str) -> str:
+def _difference(first: Json, result: Json, other: str) -> str:
     where = _PHASES[first["what"]]
     if result["compiled"]:
         where = _COMPILED.get(first["what"], where)
@@ -86,7 +86,7 @@ def _difference(first: dict[str, Any], result: dict[str, Any], other: str) -> st
     return text
 
 
-def _named(difference: dict[str, Any], other: str) -> str:
+def _named(difference: Json, other: str) -> str:
     what = _WHAT[difference["what"]].format(parameter=difference["parameter"])
     factor = difference["factor"]
     if factor == 0:
@@ -129,7 +129,7 @@ def _meaning(factor: float | None, degrees: dict[str, int], micro_batches: int) 
 # --- the card of a model --------------------------------------------------------------------------
 
 
-def card_cells(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def card_cells(results: dict[str, Json]) -> dict[str, Json]:
     """Return the outcome of each row, its largest difference or None, and its sentence or None.
 
     The last row is about the resumes of all layouts in one process.
@@ -144,7 +144,7 @@ def card_cells(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return cells
 
 
-def _cell(result: dict[str, Any]) -> dict[str, Any]:
+def _cell(result: Json) -> Json:
     for outcome in ("refused", "failed"):
         if outcome in result:
             lines = [it for it in result[outcome].splitlines() if not it.startswith(" ")]
@@ -155,11 +155,11 @@ def _cell(result: dict[str, Any]) -> dict[str, Any]:
     return _outcome("differs", " ".join(it for it in compared if ": equal to " not in it))
 
 
-def _outcome(name: str, message: str | None = None, largest: float | None = None) -> dict[str, Any]:
+def _outcome(name: str, message: str | None = None, largest: float | None = None) -> Json:
     return {"outcome": name, "largest": largest, "message": message}
 
 
-def card_lines(card: dict[str, Any]) -> Iterator[str]:
+def card_lines(card: Json) -> Iterator[str]:
     """Yield a line for each row of a card."""
     yield (
         f"{card['model']}: a small random model of type {card['type']} with {card['parameters']:,} parameters, "

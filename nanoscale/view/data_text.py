@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.common import display
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import byte_size, counted, duration
 from nanoscale.config.token_files import manifest
 from nanoscale.config.token_formats import is_parts
@@ -68,7 +69,7 @@ class PreparationScreen(display.LiveScreen):
         return "  ".join(words)
 
 
-def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
+def print_prepared(out: Path, manifest: Json) -> None:
     """Print what `data prepare` has written, and the command that trains on it."""
     for bad in manifest["bad_records"]:
         display.note(f"left out: {bad['place']} {bad['what']}")
@@ -117,7 +118,7 @@ def prepared_line(request: PreparationRequest, folder: Path) -> str:
     return f"{name}: {made}; kept in {folder}"
 
 
-def print_inspected(document: dict[str, Any]) -> None:
+def print_inspected(document: Json) -> None:
     """Print `data inspect`."""
     display.show(f"{document['path']} ({document['kind'].lower()}, {document['type']})")
     tokenizer = document["tokenizer"]
@@ -131,7 +132,7 @@ def print_inspected(document: dict[str, Any]) -> None:
         display.show(f"fits the model's vocabulary of {document['model_vocab']:,} tokens")
 
 
-def _print_split(name: str, split: dict[str, Any]) -> None:
+def _print_split(name: str, split: Json) -> None:
     display.show(f"\n{name}: {counted(split['documents'], 'document')}, {split['tokens']:,} tokens")
     display.show(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
     if split["ended_by_eos"] is not None:
@@ -155,5 +156,5 @@ def _print_split(name: str, split: dict[str, Any]) -> None:
         display.show(f"  document {sample['document']:,} ({sample['tokens']:,} tokens): {shown}")
 
 
-def _share(split: dict[str, Any]) -> str:
+def _share(split: Json) -> str:
     return f"{split['answers']:,} ({split['answers'] / split['tokens']:.1%})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.common import display
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import byte_size, counted
 from nanoscale.launch.lifecycle.examination import Measured
 from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict, grouped, join_names
@@ -89,9 +90,7 @@ def _without_label(group: EqualVerdicts) -> str:
     return finding[len(label) :] if finding.lower().startswith(label) else finding
 
 
-def _print_figures(
-    screen: Console, names: Sequence[str], figures: dict[str, Any], *, verbose: bool
-) -> None:
+def _print_figures(screen: Console, names: Sequence[str], figures: Json, *, verbose: bool) -> None:
     without = [name for name in names if name not in figures["hosts"]]
     title = f"all-reduce of {counted(figures['ranks'], 'rank')} over {figures['backend']}"
     title += f" by {' and '.join(figures['transports'])}" if figures["transports"] else ""
@@ -109,7 +108,7 @@ def _print_figures(
         _print_table(screen, title, rows)
 
 
-def _print_table(screen: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def _print_table(screen: Console, title: str, rows: Sequence[Json]) -> None:
     """Print figures, slow ones in red; nothing if there are none."""
     if not rows:
         return
@@ -123,18 +122,16 @@ def _print_table(screen: Console, title: str, rows: Sequence[dict[str, Any]]) ->
     display.print_table(screen, shown)
 
 
-def document(
-    names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None
-) -> dict[str, Any]:
+def document(names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None) -> Json:
     """Return the document of `doctor --json`."""
-    by_host: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    by_host: dict[str, list[Json]] = {name: [] for name in names}
     for verdict in verdicts:
         by_host[verdict.host].append(_plain(verdict))
     hosts = [{"host": name, "verdicts": found} for name, found in by_host.items()]
     return {"hosts": hosts, "bandwidth": _measured(names, measured)}
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
+def _plain(verdict: Verdict) -> Json:
     return {
         "check": verdict.check,
         "good": verdict.good,
@@ -143,7 +140,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _measured(names: Sequence[str], measured: Measured | None) -> dict[str, Any] | None:
+def _measured(names: Sequence[str], measured: Measured | None) -> Json | None:
     if measured is None:
         return None
     verdicts = [{"host": verdict.host, **_plain(verdict)} for verdict in measured.verdicts]

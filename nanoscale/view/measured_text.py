@@ -32,7 +32,7 @@ def bench_report(told: Document) -> Report:
     return Report(title, blocks)
 
 
-def _figures(told: dict[str, Any]) -> Iterator[str]:
+def _figures(told: Document) -> Iterator[str]:
     plan = told["predicted"] or {}
 
     def row(label: str, text: str, predicted: str | None = None) -> str:
@@ -56,7 +56,7 @@ def _figures(told: dict[str, Any]) -> Iterator[str]:
     yield from _use(told, row)
 
 
-def _use(told: dict[str, Any], row: Any) -> Iterator[str]:
+def _use(told: Document, row: Any) -> Iterator[str]:
     if told["model_tflops"] is None:
         yield row("MFU", "unknown: the number of experts of a token is not known")
         return
@@ -87,7 +87,7 @@ def _flops(tera: float) -> str:
     return f"{tera:.4g} TFLOP/s" if tera >= 1 else f"{1e3 * tera:.4g} GFLOP/s"
 
 
-def _parts(told: dict[str, Any]) -> Iterator[str]:
+def _parts(told: Document) -> Iterator[str]:
     parts = told["parts"]
     if parts is None:
         return
@@ -105,7 +105,7 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
         yield f"    {short:68}{spent / parts['step_s']:7.1%} {duration(spent):>12}"
 
 
-def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
+def _checkpoint(told: Document) -> Iterator[str]:
     found = told["checkpoint"]
     if found is None:
         return

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.checkpoint.hf.load import differences, find, fingerprint, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, hf_positions, shapes
 from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config import model_math
 from nanoscale.config.hf import peft
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, read_header
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _KEY = "model.init_from"
 
 
-def require_same_base(config: ResolvedConfig, base: str | None, manifest: dict[str, Any]) -> None:
+def require_same_base(config: ResolvedConfig, base: str | None, manifest: Json) -> None:
     """Raise a UserError unless `base` is the fingerprint of the weights that the adapters belong to."""
     if manifest.get("base") != base:
         folder = config.model.init_from
@@ -51,7 +52,7 @@ def require_base(config: ResolvedConfig, checkpoints: Path) -> None:
             return
 
 
-def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], advice: str) -> None:
+def require_base_of(config: ResolvedConfig, manifest: Json, advice: str) -> None:
     """Compare the folder of the frozen weights with one checkpoint; `advice` is the advice if it has moved."""
     folder = str(config.model.init_from)
     try:

@@ -16,8 +16,8 @@ import torch
 from nanoscale.checkpoint.hf.adapters import unusable_base
 from nanoscale.checkpoint.hf.load import file_readers, find_tensor, read_part
 from nanoscale.checkpoint.hf.safetensors_files import Entries, Entry, write_json
+from nanoscale.common.json_text import Json
 from nanoscale.config.dtypes import Dtype
-from nanoscale.config.hf.families import Json
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored
 from nanoscale.config.hf.shape import EMBEDDINGS, read_shape
 from nanoscale.config.hf.text_part import (

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config import parameters
 from nanoscale.config.hf.safetensors_headers import IN_FP32
 from nanoscale.config.hf.text_part import HEAD
@@ -146,11 +146,11 @@ def is_needless(name: str, model: Model) -> bool:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _table() -> Json:
     return yaml_file.read(Path(__file__).with_suffix(".yaml")).content
 
 
-def _rows(table: dict[str, Any], name: str) -> dict[str, TensorPosition]:
+def _rows(table: Json, name: str) -> dict[str, TensorPosition]:
     """Return a part of the table; empty if it has none of this name."""
     rows = {
         it: {"name": row} if isinstance(row, str) else row

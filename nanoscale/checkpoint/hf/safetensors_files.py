@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.hf.safetensors_headers import IN_FP32, SINGLE, WIDTH, Shapes
 
 
@@ -51,13 +51,13 @@ def divide(entries: Entries, largest: int) -> dict[str, Entries]:
     return {f"model-{i:05d}-of-{last}.safetensors": it for i, it in enumerate(files, 1)}
 
 
-def write_json(file: Path, document: dict[str, Any]) -> None:
+def write_json(file: Path, document: Json) -> None:
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def write_file(file: Path, entries: Entries, values: Iterator[memoryview]) -> None:
     """Write tensors in the order of `entries`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, entry in entries.items():
         end = offset + entry.bytes

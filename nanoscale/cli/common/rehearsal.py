@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common.output import saying
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, refuse_option
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import duration
 from nanoscale.config.violations import refuse
 from nanoscale.view.conformity_text import sentences
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nanoscale.plan.predict import Prediction
 
 
-def with_memory(plan: Prediction, result: dict[str, Any] | None) -> Prediction:
+def with_memory(plan: Prediction, result: Json | None) -> Prediction:
     """Return the prediction with the memory that a rehearsal counted; None: without."""
     from nanoscale.plan.predict import RehearsedMemory
 
@@ -50,7 +51,7 @@ def must_decide(plan: Prediction) -> bool:
     return True
 
 
-def rehearsal_of_launch(config: ResolvedConfig, *, asked: bool) -> dict[str, Any] | None:
+def rehearsal_of_launch(config: ResolvedConfig, *, asked: bool) -> Json | None:
     """Return the result of a rehearsal before a launch; None if it cannot be played here.
 
     Args:
@@ -82,7 +83,7 @@ def rehearsed(
     snapshots: Path | None = None,
     *,
     every_batch: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Return the result of a rehearsal, from the cache if the same code has played it before.
 
     Args:
@@ -137,7 +138,7 @@ def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
 # --- the comparison with one process --------------------------------------------------------------
 
 
-def compared(config: ResolvedConfig, *, compiled: bool = False) -> dict[str, Any] | None:
+def compared(config: ResolvedConfig, *, compiled: bool = False) -> Json | None:
     """Return the document of `conform --json`; None if a rank failed, which is reported.
 
     Raises:

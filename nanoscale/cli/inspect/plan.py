@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
@@ -28,6 +28,7 @@ from nanoscale.common import display
 from nanoscale.common.devices import detect
 from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.config.violations import refuse
 from nanoscale.runs.directory import read_json
 
@@ -187,13 +188,13 @@ def _combinations(line: CommandLine, variants: Sequence[Variant], as_json: bool)
     """
     from nanoscale.view.plan.combinations_text import combination, combinations_report
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     errors: list[UserError] = []
     notes: dict[str, None] = {}
     with saying() as say:
         for number, one in enumerate(variants, start=1):
             say(f"combination {number} of {len(variants)}")
-            row: dict[str, Any] = {"overrides": list(one.words), "values": one.chosen}
+            row: Json = {"overrides": list(one.words), "values": one.chosen}
             try:
                 asked = _on_reference(replace(line, overrides=one.words), notes.setdefault)
                 request, prediction = _predicted(on_described_hosts(asked))

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, print_json, show_error
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import duration
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def generate(
     from nanoscale.generate.writing import Wish
 
     devices = find_devices(device, num_gpus, several=prompts is not None)
-    options: dict[str, Any] = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
+    options: Json = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
     opened = open_model(model, **options, device=devices[0], weights=len(devices) == 1)
     first = random.randrange(2**31) if seed is None else seed
     sampling = Sampling(temperature, top_k, top_p)
@@ -166,7 +167,7 @@ def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_j
         raise UserError("usage", f"--out {out}: there is no folder {out.absolute().parent}")
 
 
-def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] | None:
+def _records(prompt: str | None, prompts: Path | None) -> list[Json] | None:
     """Return the prompts; None if the user is to be asked."""
     from nanoscale.generate.prompts import read_prompts
 
@@ -224,13 +225,13 @@ class Writer:
         self.say_end(written, seconds)
 
     def answer_all(
-        self, records: list[dict[str, Any]], questions: list[list[int]], run_all: RunAll,
+        self, records: list[Json], questions: list[list[int]], run_all: RunAll,
         out: Path | None, as_json: bool,
     ) -> None:  # fmt: skip
         """Answer every prompt with the same seed, so that its answer does not depend on the others."""
         from nanoscale.generate.writing import batches
 
-        began, results = time.perf_counter(), list[dict[str, Any]]()
+        began, results = time.perf_counter(), list[Json]()
         remaining = iter(records)
         with _results(out) as file:
             for texts in run_all(batches(self.opened, questions, self.wish)):
@@ -303,12 +304,12 @@ class Writer:
         if shown and not written.text.endswith("\n"):
             display.show()
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Json:
         """Return the values that the document of one and of several answers have in common."""
         chat = self.template is not None
         return {"model": self.opened.source, "seed": self.wish.seed, "chat": chat}
 
-    def document(self, written: Written) -> dict[str, Any]:
+    def document(self, written: Written) -> Json:
         return {
             "text": written.text if self.template is None else written.text.strip(),
             "finish": written.finish,

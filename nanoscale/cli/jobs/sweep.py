@@ -26,6 +26,7 @@ from nanoscale.cli.common.trust import ask
 from nanoscale.cli.jobs.submit import request_for_batch, through_batch
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config.reference import declared, meaning
 from nanoscale.config.violations import quoted, refuse
 from nanoscale.launch.fleet.signals import Signals
@@ -144,7 +145,7 @@ class _Start:
 
         return SweepTable(sys.stderr if self.as_json else sys.stdout)
 
-    def rows(self, trials: Sequence[Trial], failed: Collection[str] = ()) -> list[dict[str, Any]]:
+    def rows(self, trials: Sequence[Trial], failed: Collection[str] = ()) -> list[Json]:
         """Return the rows of the table; a trial whose launcher refused to start has no state of its own."""
         row, metric = self.sweep.row, self.settings.metric
         return [row(one, metric, "failed" if one.name in failed else None) for one in trials]
@@ -236,7 +237,7 @@ def _run_array(start: _Start, requests: Sequence[Request]) -> int:
             jobs = slurm_array.submit(sweep, missing, requests, start.at_once)
         for job in jobs:
             display.note(f"queued as job {job.job}; to end it: scancel {shlex.quote(job.job)}")
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         with Signals() as signals, start.table() as view:
 
             def show(states: Sequence[State]) -> None:
@@ -254,7 +255,7 @@ def _run_array(start: _Start, requests: Sequence[Request]) -> int:
 
 
 def _report(
-    start: _Start, rows: Sequence[dict[str, Any]], failed: Sequence[Trial],
+    start: _Start, rows: Sequence[Json], failed: Sequence[Trial],
     stopped_by: Signals | None, more: Mapping[str, Any] | None = None,
 ) -> int:  # fmt: skip
     """Keep and show the result; return the exit code of the command.

@@ -9,12 +9,12 @@ import re
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores, detect
 from nanoscale.common.errors import UserError
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.config.composing.library import packaged
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
@@ -141,7 +141,7 @@ def _filled(own: _Section, table: _Section | None) -> _Section:
     """Return `own` completed with the table's values, including nested sections."""
     if table is None:
         return own
-    values: dict[str, Any] = {}
+    values: Json = {}
     for field in fields(own):
         value, default = getattr(own, field.name), getattr(table, field.name)
         if is_dataclass(value):

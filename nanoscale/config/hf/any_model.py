@@ -7,9 +7,9 @@ launch, whether it supports the model.
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from nanoscale.common.errors import Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config import reference
 from nanoscale.config.hf import pretrained
 from nanoscale.config.hf.families import UnsupportedError
@@ -21,7 +21,6 @@ from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
 
 KEY = "model.name"
-Json = dict[str, Any]
 
 _NAMES = {
     "layers": "layers_block_type num_hidden_layers n_layer n_layers num_layers",

@@ -5,7 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nanoscale.config.hf.families import Json, UnsupportedError, families
+from nanoscale.common.json_text import Json
+from nanoscale.config.hf.families import UnsupportedError, families
 from nanoscale.config.hf.shape import shape_of
 from nanoscale.config.model_math import experts, parameters
 from nanoscale.config.resolved import ResolvedConfig

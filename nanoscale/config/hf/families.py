@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.schema import Model
 from nanoscale.config.values import yaml_file
 from nanoscale.config.violations import shown
-
-Json = dict[str, Any]
 
 
 class UnsupportedError(Exception):

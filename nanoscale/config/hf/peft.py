@@ -1,10 +1,9 @@
 """Folders of adapters that PEFT has written: their settings, in place of a model in `model.init_from`."""
 
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.errors import reason
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.violations import shown
 
@@ -14,7 +13,7 @@ LAYERS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
 }  # fmt: skip
 """Our names of the layers with adapters, by the names of most families."""
-_USUAL: dict[str, Any] = {
+_USUAL: Json = {
     "peft_type": "LORA", "bias": "none", "modules_to_save": None, "fan_in_fan_out": False,
     "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "trainable_token_indices": None,
 }  # fmt: skip
@@ -27,7 +26,7 @@ def adapter_folder(asked: str | None) -> Path | None:
     return folder.absolute() if (folder / SETTINGS).is_file() else None
 
 
-def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
+def read_settings(folder: Path) -> tuple[str, Json]:
     """Return the base model of adapters, and the keys of `lora`.
 
     Raises:

@@ -14,8 +14,8 @@ the scale says "inv".
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.hf.safetensors_headers import Stored
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
@@ -29,7 +29,7 @@ _OF_ACTIVATIONS = re.compile(r"\.(input_\w+|output_\w+|[kqv]_scale|[kqv]_zero_po
 """The ends of names of tensors that quantize what a layer computes, and no weights."""
 
 
-def joined(tensors: dict[str, Stored], settings: dict[str, Any]) -> dict[str, Stored]:
+def joined(tensors: dict[str, Stored], settings: Json) -> dict[str, Stored]:
     """Return the tensors, with each quantized matrix in place of its parts.
 
     Args:
@@ -49,7 +49,7 @@ def joined(tensors: dict[str, Stored], settings: dict[str, Any]) -> dict[str, St
     return rest | found
 
 
-def _block(settings: dict[str, Any]) -> tuple[int, int] | None:
+def _block(settings: Json) -> tuple[int, int] | None:
     """Return the rows and columns of a block with one scale, if the settings say so."""
     block = settings.get("weight_block_size")
     for group in (settings.get("config_groups") or {}).values():

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config.hf.families import Family, HFKey, HFOnly, Json, UnsupportedError, families
+from nanoscale.common.json_text import Json
+from nanoscale.config.hf.families import Family, HFKey, HFOnly, UnsupportedError, families
 from nanoscale.config.hf.quantized_files import METHODS
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal
 from nanoscale.config.hf.text_part import HEAD, read_config, read_tensors

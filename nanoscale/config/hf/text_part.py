@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from nanoscale.common.errors import reason
-from nanoscale.common.json_text import parse
-from nanoscale.config.hf.families import HFKey, Json, UnsupportedError, families
+from nanoscale.common.json_text import Json, parse
+from nanoscale.config.hf.families import HFKey, UnsupportedError, families
 from nanoscale.config.hf.quantized_files import joined
 from nanoscale.config.hf.safetensors_headers import Stored, read_folder
 

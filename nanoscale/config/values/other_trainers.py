@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.common.units import listed
 from nanoscale.config import reference
 from nanoscale.config.values import yaml_file
@@ -42,7 +42,7 @@ def kinds() -> tuple[Kind, ...]:
     return tuple(Kind(name, **row) for name, row in table.items())
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """Read a JSON object. Raises a UserError if the file holds none."""
     try:
         content = parse(yaml_file.read_text(path, str(path)))
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_settings(file: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> Json:
     """Read a file as what its ending says, JSON, TOML or YAML, and otherwise as options. Raises UserErrors."""
     if file.suffix == ".py":
         why = "as torchtitan's registry of configurations: Python is not read, and nothing of a file is run"
@@ -104,9 +104,9 @@ def refuse_unread(file: Path, settings: Mapping[str, Any], kind: Kind | None) ->
     raise UserError("usage", f"{file} {what}")
 
 
-def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(settings: Mapping[str, Any]) -> Json:
     """Return dotted paths and values; of a list of mappings, its first one."""
-    result: dict[str, Any] = {}
+    result: Json = {}
     for name, value in settings.items():
         first = value[0] if isinstance(value, list) and value else value
         inner = flat_settings(first) if isinstance(first, Mapping) else {}
@@ -121,7 +121,7 @@ _ASSIGNED = re.compile(
 )
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(text: str) -> Json:
     """Return the options of a command line or a shell script, with its variables that are assigned once."""
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
     assigned: dict[str, set[str]] = {}

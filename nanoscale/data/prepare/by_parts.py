@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.common.units import counted
 from nanoscale.config.token_files import ALL_PARTS, MANIFEST, REFUSED, TEMPLATE, TOKENIZER, manifest
 from nanoscale.config.token_formats import PARTS, part_of
@@ -105,9 +105,7 @@ def prepare_rest(folder: Path, workers: int, report: Callable[[str], None]) -> N
         report(f"all texts are prepared, in {counted(parts.number, 'part')}")
 
 
-def _reopened(
-    folder: Path,
-) -> tuple[preparation.PreparationRequest, Reading, Tokenizer, dict[str, Any]]:
+def _reopened(folder: Path) -> tuple[preparation.PreparationRequest, Reading, Tokenizer, Json]:
     """Return a folder's request with its own tokenizer. Raises UserError if a source has changed."""
     identity = (manifest(folder) or {})["request"]
     tokenizer, template = folder / TOKENIZER, folder / TEMPLATE
@@ -134,7 +132,7 @@ class _Parts:
     """The parts of a folder, from the first missing one on."""
 
     def __init__(
-        self, folder: Path, job: preparation.Preparation, tokenizer: Tokenizer, identity: dict[str, Any]
+        self, folder: Path, job: preparation.Preparation, tokenizer: Tokenizer, identity: Json
     ) -> None:  # fmt: skip
         self._folder, self._job = folder, job
         self._tokenizer, self._identity = tokenizer, identity

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.config.token_files import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
@@ -105,7 +105,7 @@ class UnfinishedFolder:
             split.sync()
         write_document(self._path / "progress.json", asdict(self.progress))
 
-    def publish(self, out: Path, manifest: dict[str, Any], *, sums: bool = False) -> None:
+    def publish(self, out: Path, manifest: Json, *, sums: bool = False) -> None:
         """Rename the complete folder to `out`; with `sums`, its manifest has the sums of its files."""
         self.commit()
         kept_splits = [TOKENS, *([VALID] if self.progress.valid.documents else [])]
@@ -118,7 +118,7 @@ class UnfinishedFolder:
                 answers_of(self._whole / name).unlink(missing_ok=True)
         names = sorted({path.name for path in self._whole.iterdir()} - {MANIFEST})
         files = {name: (self._whole / name).stat().st_size for name in names}
-        added: dict[str, Any] = {"files": files}
+        added: Json = {"files": files}
         if sums:
             added["sums"] = {name: file_sum(self._whole / name) for name in names}
         write_document(self._whole / MANIFEST, manifest | added)
@@ -178,7 +178,7 @@ def _reopened(path: Path, size: int) -> Any:
 
 
 @contextmanager
-def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
+def opened(out: Path, identity: Json) -> Iterator[Path]:
     """Lock the folder OUT.part of this request, which is new or left by an earlier attempt.
 
     It is removed if the body fails before the first commit. Raises UserError if another process holds it, or
@@ -201,7 +201,7 @@ def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
             raise
 
 
-def _check_request(unfinished: Path, identity: dict[str, Any]) -> None:
+def _check_request(unfinished: Path, identity: Json) -> None:
     path = unfinished / "request.json"
     if not path.exists():
         write_document(path, identity)
@@ -234,7 +234,7 @@ def committed(unfinished: Path) -> PreparationProgress | None:
     return PreparationProgress(**progress)
 
 
-def write_document(path: Path, document: dict[str, Any]) -> None:
+def write_document(path: Path, document: Json) -> None:
     write_whole(path, [json.dumps(document, indent=1, ensure_ascii=False).encode()])
 
 

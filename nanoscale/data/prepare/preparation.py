@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.chat import PLAIN, find_template
@@ -92,7 +93,7 @@ class Preparation:
     """Once it is set, the work is interrupted after the current chunk."""
 
 
-def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
+def prepare(request: PreparationRequest, watcher: Watcher) -> Json:
     """Tokenize the sources into the folder `request.out` and return its manifest.
 
     The bytes depend on sources, tokenizer and settings alone, not on the number of workers nor on
@@ -139,7 +140,7 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, tokenizers.Tokenize
     return reading, tokenizer
 
 
-def write_folder(job: Preparation, identity: dict[str, Any]) -> dict[str, Any]:
+def write_folder(job: Preparation, identity: Json) -> Json:
     """Tokenize the sources into the folder `request.out`, which does not exist, as `prepare`."""
     request = job.request
     with folder.opened(request.out, identity) as path:
@@ -282,9 +283,9 @@ def _sample(job: Preparation) -> Iterator[str]:
 
 def identity_of(
     request: PreparationRequest, reading: Reading, tokenizer: tokenizers.Tokenizer | None
-) -> dict[str, Any]:
+) -> Json:
     """Return the settings and inputs that determine the bytes; a `tokenizer` of None is trained."""
-    identity: dict[str, Any] = {"format": FORMAT}
+    identity: Json = {"format": FORMAT}
     if tokenizer is None:
         identity |= {"tokenizer": "trained", "vocab-size": request.vocab_size}
     else:
@@ -309,11 +310,8 @@ def identity_of(
 
 
 def manifest_of(
-    identity: dict[str, Any],
-    tokenizer: tokenizers.Tokenizer,
-    whole: Path,
-    progress: PreparationProgress,
-) -> dict[str, Any]:
+    identity: Json, tokenizer: tokenizers.Tokenizer, whole: Path, progress: PreparationProgress
+) -> Json:
     """Return the manifest of a folder whose tokenizer is in `whole`."""
     file, labels = whole / TOKENIZER, identity.get("labels")
     has_answers = bool(labels) or (whole / TEMPLATE).exists()

@@ -26,6 +26,8 @@ from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoscale.common.json_text import Json
+
 SECONDS, SECONDS_A_MIB = 10.0, 10.0
 """Processor time of one record in seconds, and the addition for each MiB of it."""
 MEMORY_MIB, MEMORY_A_BYTE = 256, 40
@@ -291,7 +293,7 @@ def is_learned(message: Message) -> bool:
 class Arguments(dict[str, Any]):
     """The arguments of a tool call: an object, and its JSON text for a template that joins it to text."""
 
-    def __init__(self, value: dict[str, Any], text: str) -> None:
+    def __init__(self, value: Json, text: str) -> None:
         super().__init__(value)
         self._text = text
 
@@ -417,7 +419,7 @@ def messages_of(record: Any, field: str, asks: bool = False) -> list[Message]:
     return messages
 
 
-def variables_of(record: Any) -> dict[str, Any]:
+def variables_of(record: Any) -> Json:
     """Return the variables of a record's template: its tools, and others. Raises RecordError."""
     fields = record if isinstance(record, dict) else {}
     tools = _from_text(fields.get(TOOLS)) or []
@@ -428,7 +430,7 @@ def variables_of(record: Any) -> dict[str, Any]:
     return {"documents": None, TOOLS: tools or None, **variables}
 
 
-def value_at(record: dict[str, Any], field: str) -> Any:
+def value_at(record: Json, field: str) -> Any:
     """Return the value of a field: its own name comes before `a.b`, which is `b` in the object `a`.
 
     Raises RecordError.
@@ -449,7 +451,7 @@ def pair_in(names: Container[str]) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if pair[0] in names and pair[1] in names), None)
 
 
-def _conversation(record: dict[str, Any], field: str) -> Any:
+def _conversation(record: Json, field: str) -> Any:
     try:
         return value_at(record, field)
     except RecordError:
@@ -572,7 +574,7 @@ def _answer(answers: BinaryIO, template: Template, record: bytes, field: str, as
     answers.write(json.dumps({"bytes": len(text), "answers": chat.answers}).encode() + b"\n" + text)
 
 
-def _write(answers: BinaryIO, document: dict[str, Any]) -> None:
+def _write(answers: BinaryIO, document: Json) -> None:
     answers.write(json.dumps(document).encode() + b"\n")
     answers.flush()
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.config.token_files import TEMPLATE
 from nanoscale.data.tokens.sentencepiece_model import SUFFIX, ConversionError, as_json
@@ -277,12 +277,12 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def config_of(path: Path) -> dict[str, Any]:
+def config_of(path: Path) -> Json:
     """Return the tokenizer_config.json next to a tokenizer.json; {} if it is missing or unreadable."""
     return read_object(path.with_name(CONFIG))
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> Json:
     """Read a file with a JSON object; {} if it is missing or unreadable, or holds another value."""
     try:
         document = parse(file.read_text(encoding="utf-8"))
@@ -291,7 +291,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def special_token(config: dict[str, Any], kind: str) -> str | None:
+def special_token(config: Json, kind: str) -> str | None:
     """Return the special token of a kind (`eos_token`), which the file has as a text or as an object."""
     token = config.get(kind)
     if isinstance(token, dict):
@@ -320,7 +320,7 @@ def growth(native: Any) -> float:
     return max(_growth(parse(part.__getstate__())) if part is not None else 1.0 for part in parts)
 
 
-def _growth(part: dict[str, Any]) -> float:
+def _growth(part: Json) -> float:
     result = 1.0
     for inner in (*part.get("normalizers", ()), *part.get("decoders", ())):
         result *= _growth(inner)

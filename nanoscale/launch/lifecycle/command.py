@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.layout import coordinates
 from nanoscale.config.machines import Host
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
@@ -107,7 +107,7 @@ class LaunchPlan:
     """Names of variables that are passed on from this machine; their values are private."""
     mesh: Mesh = field(default_factory=Mesh)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Json:
         """Return the content of launch.json, with a command for several hosts only at the first of them."""
         commands = {host.command: host.command for host in self.hosts}
         hosts = [replace(host, command=commands.pop(host.command, ())) for host in self.hosts]
@@ -132,7 +132,7 @@ def read_plan(run: RunDirectory) -> LaunchPlan | None:
         raise damaged(run.launch, "is not an attempt plan") from error
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+def _tuples(values: Json) -> Json:
     """Convert JSON's lists to tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()

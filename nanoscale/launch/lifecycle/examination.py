@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from nanoscale.common.devices import cores, detect
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import counted
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
@@ -99,7 +99,7 @@ _NETWORK_CHECKS = "cables, link speed (`ethtool`), errors (`ip -s link`), other 
 class Measured:
     """The result of the test."""
 
-    figures: dict[str, Any] | None
+    figures: Json | None
     """The figures as in `doctor --json`; None if the test failed."""
     verdicts: tuple[Verdict, ...] = ()
 
@@ -189,14 +189,14 @@ def judge_connections(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
         yield Verdict(host, "network", False, text, _FIREWALL_REMEDY)
 
 
-def _context(figures: dict[str, Any]) -> Iterator[Verdict]:
+def _context(figures: Json) -> Iterator[Verdict]:
     """Yield the most memory that a device lacks beside torch's allocator, for the plan; none on CPUs."""
     if gib := figures.get("context_gib"):
         text = f"CUDA, NCCL and other processes use {gib:.2f} GiB of a device: cluster.context_gib={gib:.2f}"
         yield Verdict(figures["hosts"][0], "context", True, text)
 
 
-def judge_within(figures: dict[str, Any]) -> Iterator[Verdict]:
+def judge_within(figures: Json) -> Iterator[Verdict]:
     """Yield a verdict on each host whose own ranks exchange data slowly."""
     rows = figures["within_hosts"]
     for one in rows:
@@ -206,7 +206,7 @@ def judge_within(figures: dict[str, Any]) -> Iterator[Verdict]:
             yield Verdict(one["host"], CHECK, False, text, _HOST_REMEDY)
 
 
-def judge_pairs(figures: dict[str, Any]) -> Iterator[Verdict]:
+def judge_pairs(figures: Json) -> Iterator[Verdict]:
     """Yield a verdict on slow pairs; if one host is in all of them, it is to blame."""
     pairs = figures["point_to_point"]
     if len(pairs) < 3:  # too few for one to stand out
@@ -225,5 +225,5 @@ def judge_pairs(figures: dict[str, Any]) -> Iterator[Verdict]:
             yield Verdict(host, CHECK, True, f"is in no pair with {usual} GB/s")
 
 
-def _usual(rows: Sequence[dict[str, Any]], key: str) -> str:
+def _usual(rows: Sequence[Json], key: str) -> str:
     return f"less than half of the usual {median(row[key] for row in rows):.3g}"

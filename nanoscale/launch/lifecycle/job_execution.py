@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Host
@@ -217,9 +217,9 @@ def run_one_shot_job(
     job: str,
     config: ResolvedConfig,
     hosts: tuple[Host, ...],
-    task: dict[str, Any],
+    task: Json,
     on_line: Callable[[str], None],
-) -> dict[str, Any]:
+) -> Json:
     """Run a job in the layout of a configuration, and return the first rank's result.
 
     Args:
@@ -240,7 +240,7 @@ def run_one_shot_job(
 @contextmanager
 def one_shot_jobs(
     job: str, config: ResolvedConfig, hosts: tuple[Host, ...] = ()
-) -> Iterator[Callable[..., dict[str, Any]]]:
+) -> Iterator[Callable[..., Json]]:
     """Provide a function that runs one such job after another, with the same agents.
 
     Its arguments are the job's configuration, task, and the function for its lines. Without hosts, jobs may
@@ -250,9 +250,7 @@ def one_shot_jobs(
     with Fleet(config, fixed, Path(config.run.root).absolute()) as fleet:
         numbers = itertools.count(1)
 
-        def run(
-            own: ResolvedConfig, task: dict[str, Any], on_line: Callable[[str], None]
-        ) -> dict[str, Any]:
+        def run(own: ResolvedConfig, task: Json, on_line: Callable[[str], None]) -> Json:
             fleet.prepare(
                 command.agent_environment(own, own.world_size, os.environ),
                 will_launch=True,
@@ -274,7 +272,7 @@ def execute(
     plan: command.LaunchPlan,
     config: ResolvedConfig,
     job: str,
-    task: dict[str, Any] | None = None,
+    task: Json | None = None,
     on_line: Callable[[str], None] = lambda _: None,
     limit_s: float | None = None,
 ) -> JobExecution:
@@ -312,7 +310,7 @@ def execute(
     return execution
 
 
-def _result(execution: JobExecution) -> dict[str, Any]:
+def _result(execution: JobExecution) -> Json:
     failures = list(execution.failures.values())
     if execution.result is not None and not failures:
         return execution.result

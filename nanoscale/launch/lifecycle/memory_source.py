@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.runs.memory_order import MemoryPeer, MemorySource, checked_files
@@ -38,7 +38,7 @@ def newest_in_memory(
         for sentence in sentences:
             report(f"{where}: {sentence}; it is not used")
     for member, kept in [*((it, _facts(it).get("kept", ())) for it in members), (None, on_disk)]:
-        by_node: dict[tuple[int, int, int], list[dict[str, Any]]] = defaultdict(list)
+        by_node: dict[tuple[int, int, int], list[Json]] = defaultdict(list)
         for about in kept:
             by_node[about["attempt"], about["count"], about["node"]].append(about)
         for (attempt, count, _), files in by_node.items():
@@ -59,7 +59,7 @@ def newest_in_memory(
     )
 
 
-def pair(members: Sequence[Member], address_of: AddressOf) -> list[dict[str, Any] | None]:
+def pair(members: Sequence[Member], address_of: AddressOf) -> list[Json | None]:
     """Return, for each host, the one that keeps its copies: never the same machine, and another switch if
     possible; None for a host without a partner, and for one that has sent no facts."""
     keepers = [node for node, it in enumerate(members) if "port" in _facts(it)]
@@ -83,7 +83,7 @@ def _partners(groups: dict[int, str]) -> dict[int, int | None]:
     return {node: order[(at + largest) % len(order)] for at, node in enumerate(order)}
 
 
-def _facts(member: Member) -> dict[str, Any]:
+def _facts(member: Member) -> Json:
     return (member.facts or {}).get("memory") or {}
 
 

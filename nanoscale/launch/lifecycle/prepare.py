@@ -15,6 +15,7 @@ import nanoscale
 from nanoscale.checkpoint.configuration import record_changes
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.composing.interpolation import variables
 from nanoscale.config.deepspeed import deepspeed_settings
@@ -180,7 +181,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
         write_json(run.program, request.program)
 
 
-def provenance(composed: Composed) -> dict[str, Any]:
+def provenance(composed: Composed) -> Json:
     """Return the content of provenance.json: every key's value and source, and the values that it replaced."""
     return {
         key: {
@@ -191,7 +192,7 @@ def provenance(composed: Composed) -> dict[str, Any]:
     }
 
 
-def environment(devices: Devices) -> dict[str, Any]:
+def environment(devices: Devices) -> Json:
     """Return the content of environment.json: the devices and the versions of the run's start."""
     import psutil
 
@@ -214,7 +215,7 @@ def environment(devices: Devices) -> dict[str, Any]:
     }
 
 
-def _provenance_entry(key: str, setting: Any) -> dict[str, Any]:
+def _provenance_entry(key: str, setting: Any) -> Json:
     entry = asdict(setting)
     if names := variables(key, entry["value"]):
         entry["environment"] = names

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.translation.miniature import SAVED, STEPS, in_fp32, in_one_process, miniature
@@ -20,9 +21,7 @@ from nanoscale.processes.messages import ALONE, CONFORMITY, MODEL_CARD
 from nanoscale.runs.directory import read_json
 
 
-def conform(
-    config: ResolvedConfig, say: Callable[[str], None], *, compiled: bool = False
-) -> dict[str, Any]:
+def conform(config: ResolvedConfig, say: Callable[[str], None], *, compiled: bool = False) -> Json:
     """Train the small job in its layout and in one process; return the document of `conform --json`.
 
     Args:
@@ -46,7 +45,7 @@ def conform(
     return _document(small, result, findings) | {"compiled": compiled, "left_out": lacks}
 
 
-def _document(small: ResolvedConfig, result: dict[str, Any], findings: list[str]) -> dict[str, Any]:
+def _document(small: ResolvedConfig, result: Json, findings: list[str]) -> Json:
     layout = small.parallel
     again = {how: result.pop(how, None) for how in ("restored", "resumed")}
     compared = [result, *filter(None, again.values())]
@@ -73,7 +72,7 @@ def _document(small: ResolvedConfig, result: dict[str, Any], findings: list[str]
 # --- the card of a model --------------------------------------------------------------------------
 
 
-def card(rows: dict[str, ResolvedConfig], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def card(rows: dict[str, ResolvedConfig], say: Callable[[str], None]) -> dict[str, Json]:
     """Return the result of each row of a model's card, from the configurations of their small jobs."""
     divided = {row: it for row, it in rows.items() if row not in ALONE}
     with (
@@ -97,9 +96,9 @@ def _run_rows(
     folder: Path,
     rows: dict[str, ResolvedConfig],
     say: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Json]:
     """Return the results of rows; a job that fails leaves the rows after its own to the next job."""
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Json] = {}
     while left := [row for row in rows if row not in results]:
         first, failure = rows[left[0]], "the ranks ended without a result"
         names = [row for row in left if rows[row].world_size == first.world_size]

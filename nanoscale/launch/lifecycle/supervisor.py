@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import counted, listed
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
@@ -136,7 +136,7 @@ class Supervisor:
         self.hosts.noticed |= attempt.noticed
         return outcome
 
-    def _memory(self, members: Sequence[Member]) -> dict[str, Any]:
+    def _memory(self, members: Sequence[Member]) -> Json:
         """Return the state in memory to continue from, if it is the newest, and the hosts' peers."""
         address_of = self.fleet.transport.address_of
         present = [member for member in self.fleet.members if member.is_present]
@@ -215,7 +215,7 @@ class Supervisor:
         events.append(self.run, "restart", text, left=restarts_left, **_of_cause(cause))
         self.view.poll()
 
-    def _record_change(self, memory: dict[str, Any] | None, since: float) -> None:
+    def _record_change(self, memory: Json | None, since: float) -> None:
         assert self.hosts.change is not None
         (who, gain), self.hosts.change = self.hosts.change, None
         steps = [*self.run.checkpoint_steps(), 0]
@@ -238,7 +238,7 @@ class Supervisor:
         names = ", ".join(host.host for host in plan.hosts)
         message = f"attempt {plan.attempt}: {counted(plan.world_size, 'rank')} on {names}"
         self.notifier.send("starting", message)
-        about: dict[str, Any] = {"attempt": plan.attempt, "world_size": plan.world_size}
+        about: Json = {"attempt": plan.attempt, "world_size": plan.world_size}
         if self.lock.heard is not None:  # the launcher before this one was killed
             about["heard"], self.lock.heard = self.lock.heard, None
         events.append(self.run, events.ATTEMPT, message, **about)
@@ -278,7 +278,7 @@ class Supervisor:
         return outcome
 
 
-def _of_cause(cause: Failure | None) -> dict[str, Any]:
+def _of_cause(cause: Failure | None) -> Json:
     """Return the fields of an event that say when a failure was, and where."""
     if cause is None:
         return {}

@@ -18,6 +18,7 @@ from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import find_adapters
 from nanoscale.checkpoint.hf.load import count_kept, find
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.config import parameters, token_files
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
@@ -145,7 +146,7 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
     return replace(config, model=checked)
 
 
-def hf_question(config: ResolvedConfig, folder: str | None) -> dict[str, Any]:
+def hf_question(config: ResolvedConfig, folder: str | None) -> Json:
     """Return the request of `load_any_model.judge` about a job and the folder of its weights."""
     divided = {
         "parallel.cp": config.parallel.cp > 1,
@@ -153,16 +154,12 @@ def hf_question(config: ResolvedConfig, folder: str | None) -> dict[str, Any]:
         "data.document_mask": config.data.document_mask,
     }
     needs_ours = next((key for key, is_set in divided.items() if is_set), "")
-    question: dict[str, Any] = {
-        "model": asdict(config.model),
-        "folder": folder,
-        "attention": needs_ours,
-    }
+    question: Json = {"model": asdict(config.model), "folder": folder, "attention": needs_ours}
     question |= {axis: getattr(config.parallel, axis) for axis in ("tp", "pp", "ep")}
     return question | ({"targets": config.lora.targets} if config.lora.rank else {})
 
 
-def save_small_model(family: str, document: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
+def save_small_model(family: str, document: Json | None, folder: Path) -> Json:
     """Save a small random model of a `model_type` of transformers, and return the answer of `small_model`."""
     question = {"type": family, "document": document, "folder": str(folder)}
     answer = _ask("nanoscale.measure.small_model", question, "transformers")
@@ -244,7 +241,7 @@ def _misfits(
 
 
 def _other_shapes(
-    stored: store.StoredCheckpoint, tensors: dict[str, Any], config: ResolvedConfig
+    stored: store.StoredCheckpoint, tensors: Json, config: ResolvedConfig
 ) -> Iterator[Violation]:
     needed = {
         f"model.{name}": list(each.shape) for name, each in parameters.named(config.model).items()

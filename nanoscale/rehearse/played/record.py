@@ -7,6 +7,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
+from nanoscale.common.json_text import Json
+
 MESSAGES = ("send", "recv_")
 PLAYED_BATCHES = 3
 """The most micro batches of a step that are played without a pipeline."""
@@ -147,7 +149,7 @@ class RankRecord:
     """Mistakes of the code that one rank shows without the others."""
     compiler: list[str] = field(default_factory=list)
     """Findings of the compiler: breaks of what it traces, and what it compiled again."""
-    kernels: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[Json] = field(default_factory=list)
     """The compiled kernels of the last step, and their machine code (`played.compiled.machine_code`)."""
     target: str = ""
     """The GPU for which Triton compiles, such as `cuda 90 32` or `hip gfx942 64`; empty without one."""
@@ -167,11 +169,11 @@ class RankRecord:
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda name: self.phases[name].peak, default="")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         return vars(self) | {"phases": {name: vars(it) for name, it in self.phases.items()}}
 
     @classmethod
-    def of_json(cls, document: dict[str, Any]) -> Self:
+    def of_json(cls, document: Json) -> Self:
         record = cls(**document)
         record.calls = [Call(*call) for call in record.calls]
         record.events = [StreamEvent(*event) for event in record.events]

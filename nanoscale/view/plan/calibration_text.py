@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.hardware.data_sheets import CPU
 from nanoscale.config.violations import override
@@ -16,7 +16,7 @@ _OFF = 0.1
 """Differences above it are mentioned."""
 
 
-def calibration_report(document: dict[str, Any]) -> Report:
+def calibration_report(document: Json) -> Report:
     """Return prediction and measurement of each run, and what was learned."""
     has_memory = any(run["memory_gib"] is not None for run in document["runs"])
     columns = [*_RUNS, *([Column("memory", _memory)] if has_memory else [])]
@@ -24,7 +24,7 @@ def calibration_report(document: dict[str, Any]) -> Report:
     return Report("", [table(columns, document["runs"]), *lines])
 
 
-def _planned(run: dict[str, Any], when: str) -> str:
+def _planned(run: Json, when: str) -> str:
     return f"{duration(run[f'{when}_s'])} {run[f'{when}_error']:+.1%}"
 
 
@@ -37,14 +37,14 @@ _RUNS = (
 )
 
 
-def _memory(run: dict[str, Any]) -> str:
+def _memory(run: Json) -> str:
     seen, plan = run["memory_gib"], run["predicted_memory_gib"]
     if not seen:
         return ""
     return f"{byte_size(GIB * seen)}, planned {byte_size(GIB * plan)} ({plan / seen - 1:+.1%})"
 
 
-def _learned(document: dict[str, Any]) -> list[str]:
+def _learned(document: Json) -> list[str]:
     """List the values, and the factor that they share."""
     lines = [
         f"{name:10} {document['assumed'][name]:.3g} → {value:.3g}"
@@ -56,7 +56,7 @@ def _learned(document: dict[str, Any]) -> list[str]:
     return [*lines, f"computing has {learned['factor']:.3f} of the assumed speed"]
 
 
-def _advice(document: dict[str, Any]) -> list[str]:
+def _advice(document: Json) -> list[str]:
     off = max((abs(run["after_error"]) for run in document["runs"]), default=0.0)
     lines = [f"written; type  {document['override']}"]
     if off > _OFF:
@@ -71,7 +71,7 @@ def _advice(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def document(runs: Sequence[ObservedRun], found: Calibration, file: Path) -> dict[str, Any]:
+def document(runs: Sequence[ObservedRun], found: Calibration, file: Path) -> Json:
     """Return what the file of a calibration holds."""
     assumed = runs[0].observation.hardware.efficiency
     learned = found.values(assumed)
@@ -86,7 +86,7 @@ def document(runs: Sequence[ObservedRun], found: Calibration, file: Path) -> dic
     }
 
 
-def _outcome(run: ObservedRun, found: Calibration) -> dict[str, Any]:
+def _outcome(run: ObservedRun, found: Calibration) -> Json:
     """Compare prediction and measurement, before and after. Memory is shown, but not calibrated."""
     observation = run.observation
     before, after = predicted(observation), predicted(observation, found)

@@ -1,8 +1,8 @@
 """The plans of several combinations of values, for people and as documents."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import counted, duration, three_digits
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.choice import LayoutChoice
@@ -16,13 +16,13 @@ _PLAN = ("layout", "memory", "fits", "step", "tokens/s per device", "tokens/s", 
 _OPTIONAL = {"MFU": 1, "step": 2, "layout": 3}
 
 
-def combination(plan: Prediction, choice: LayoutChoice | None) -> dict[str, Any]:
+def combination(plan: Prediction, choice: LayoutChoice | None) -> Json:
     """Return the document of one combination: the job, its hosts, the plan, and why its layout was chosen."""
     hosts = -(-plan.config.world_size // plan.hardware.devices_per_host)
     return {"hosts": hosts, **shape(plan.config), **document(plan, choice)}
 
 
-def combinations_report(rows: Sequence[dict[str, Any]]) -> Report:
+def combinations_report(rows: Sequence[Json]) -> Report:
     """Return the table of all combinations, and below it why some of them have no plan."""
     keys = [key for key in rows[0]["values"] if key not in _MACHINES]
     header = [*_MACHINES.values(), *keys, *_PLAN]
@@ -33,7 +33,7 @@ def combinations_report(rows: Sequence[dict[str, Any]]) -> Report:
     return Report(title, [Table(header, cells, "", [*keys, "layout"], _OPTIONAL), Lines(reasons)])
 
 
-def _cells(row: dict[str, Any], keys: Sequence[str]) -> list[str]:
+def _cells(row: Json, keys: Sequence[str]) -> list[str]:
     values = row["values"]
     varied = [values[key] for key in keys]
     if "error" in row:
@@ -49,7 +49,7 @@ def _cells(row: dict[str, Any], keys: Sequence[str]) -> list[str]:
     ]
 
 
-def _reason(row: dict[str, Any]) -> str:
+def _reason(row: Json) -> str:
     words = " ".join(f"{key}={value}" for key, value in row["values"].items())
     violations, message = row["error"]["violations"], row["error"]["message"]
     reasons = [f"{it['key']}: {it['message']}" for it in violations] or [message]

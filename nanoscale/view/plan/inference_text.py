@@ -1,8 +1,8 @@
 """The memory of `generate` and `eval --tasks`, for people and as a document."""
 
 from functools import partial
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Model
@@ -13,7 +13,7 @@ from nanoscale.view.blocks import Lines, Report, Table
 from nanoscale.view.job_text import size
 
 
-def inference_document(model: Model, hardware: Hardware, *, on_gpu: bool) -> dict[str, Any]:
+def inference_document(model: Model, hardware: Hardware, *, on_gpu: bool) -> Json:
     """Return the document of `plan --inference --json`, in the default dtype of both commands."""
     memory, capacity = InferenceMemory(model, 2 if on_gpu else 4), hardware.memory_gib
     if on_gpu:  # the allocator leaves holes
@@ -40,7 +40,7 @@ def inference_document(model: Model, hardware: Hardware, *, on_gpu: bool) -> dic
     }
 
 
-def inference_report(of: dict[str, Any]) -> Report:
+def inference_report(of: Json) -> Report:
     """Return what `plan --inference` shows, from its document."""
     weights, capacity = (byte_size(of[key] * GIB) for key in ("weights_gib", "capacity_gib"))
     rows = [

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, counted, duration, share, three_digits
 from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
@@ -41,7 +41,7 @@ MEANINGS = {
 """The names of the parts of a step."""
 
 
-def document(plan: Prediction, choice: LayoutChoice | None = None) -> dict[str, Any]:
+def document(plan: Prediction, choice: LayoutChoice | None = None) -> Json:
     """Return the document, with the reason for a layout that the plan chose; sizes are in GiB, times in s."""
     time = plan.time
     return {
@@ -82,7 +82,7 @@ def _saving(plan: Prediction) -> SavingPlan:
     return saving if plan.config.cluster.device is None else replace(saving, free=None)
 
 
-def bought_training(amount: str, plan: Prediction, override: str) -> tuple[dict[str, Any], str]:
+def bought_training(amount: str, plan: Prediction, override: str) -> tuple[Json, str]:
     """Return the document and the line of a training that an amount is enough for."""
     run = plan.training
     tokens = samples_after(plan.config.train, run.steps) * plan.config.train.seq_len
@@ -106,7 +106,7 @@ def bf16_advice(fp32: float, bf16: float | None) -> str | None:
     return f"precision=bf16 would give {bf16:,.0f} tokens/s per device {more}"
 
 
-def _memory(plan: Prediction) -> dict[str, Any]:
+def _memory(plan: Prediction) -> Json:
     worst = plan.worst
     return {
         "worst_rank": worst.rank,
@@ -119,7 +119,7 @@ def _memory(plan: Prediction) -> dict[str, Any]:
     }
 
 
-def _rehearsed(plan: Prediction) -> dict[str, Any] | None:
+def _rehearsed(plan: Prediction) -> Json | None:
     rehearsed = plan.rehearsed
     if rehearsed is None:
         return None
@@ -134,7 +134,7 @@ def _rehearsed(plan: Prediction) -> dict[str, Any] | None:
     }
 
 
-def _sizes(rank: RankMemory) -> dict[str, Any]:
+def _sizes(rank: RankMemory) -> Json:
     return {
         "allocated_gib": rank.allocated / GIB,
         "reserved_gib": rank.reserved / GIB,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, duration, share
 from nanoscale.config.model_math import parameters
 from nanoscale.config.resolved import ResolvedParallel
@@ -32,9 +33,7 @@ MOST_POINTS = 2000
 """The most layouts in the chart of a search."""
 
 
-def search_document(
-    composed: Composed, result: SearchResult, other: SearchResult | None
-) -> dict[str, Any]:
+def search_document(composed: Composed, result: SearchResult, other: SearchResult | None) -> Json:
     """Return the document of `plan --search --json`; `other` is the result for the other backend."""
     nearest, best = result.nearest, other.best if other is not None else None
     return {
@@ -49,7 +48,7 @@ def search_document(
     }
 
 
-def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
+def _entry(composed: Composed, plan: Prediction) -> Json:
     return {"overrides": to_type(composed, plan.config), **document(plan)}
 
 

@@ -1,18 +1,18 @@
 """The output of `nanoscale checkpoints`."""
 
 from pathlib import Path
-from typing import Any
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.store import DamagedCheckpointError, StoredCheckpoint
 from nanoscale.common import display
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import byte_size, clock, counted
 from nanoscale.view.blocks import Table, show_table
 
 
-def summary(stored: StoredCheckpoint) -> dict[str, Any]:
+def summary(stored: StoredCheckpoint) -> Json:
     """Return a row for a checkpoint: its progress and its size, or its damage."""
-    row: dict[str, Any] = {"name": stored.path.name, "path": str(stored.path), "step": stored.step}
+    row: Json = {"name": stored.path.name, "path": str(stored.path), "step": stored.step}
     try:
         manifest = stored.manifest
     except DamagedCheckpointError as error:
@@ -23,7 +23,7 @@ def summary(stored: StoredCheckpoint) -> dict[str, Any]:
     return row | kept | {"bytes": size, "files": len(manifest["files"])}
 
 
-def set_aside(folder: Path) -> dict[Path, dict[str, Any]]:
+def set_aside(folder: Path) -> dict[Path, Json]:
     """Return a row for each checkpoint that a run set aside as damaged, by its path."""
     return {
         it.path: {
@@ -37,7 +37,7 @@ def set_aside(folder: Path) -> dict[Path, dict[str, Any]]:
     }
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Json) -> str:
     """Return a checkpoint of `checkpoints ls` in one line."""
     if "set_aside" in row:
         return f"{row['name']}  {_how_to_undo(row)}"
@@ -48,7 +48,7 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['name']}  {clock(row['time'])}  {row['tokens'] or 0:,} tokens  {size}{loss}"
 
 
-def print_damage(damage: dict[Path, list[str]], aside: dict[Path, dict[str, Any]]) -> None:
+def print_damage(damage: dict[Path, list[str]], aside: dict[Path, Json]) -> None:
     """Print whether each checkpoint is whole, and how to undo that one was set aside."""
     for path, sentences in damage.items():
         display.show(f"{path.name}  {'damaged' if sentences else 'whole'}")
@@ -56,7 +56,7 @@ def print_damage(damage: dict[Path, list[str]], aside: dict[Path, dict[str, Any]
             display.show(f"  {sentence}")
 
 
-def print_manifest(document: dict[str, Any]) -> None:
+def print_manifest(document: Json) -> None:
     """Print what `checkpoints inspect` shows of one checkpoint."""
     for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
         display.show(f"{name:<17} {document.get(name, 'not recorded')}")
@@ -74,7 +74,7 @@ def print_manifest(document: dict[str, Any]) -> None:
     show_table(display.console(), Table(("file", "bytes", "XXH3-128"), files))
 
 
-def print_exported(name: str, written: dict[str, Any]) -> None:
+def print_exported(name: str, written: Json) -> None:
     """Print what `checkpoints export` has written of the checkpoint of this name."""
     size = f"{byte_size(written['bytes'])} in {written['dtype']}"
     files = counted(len(written["files"]), "file")
@@ -86,5 +86,5 @@ def print_exported(name: str, written: dict[str, Any]) -> None:
         display.show("  without a tokenizer: data.tokenizer is not set for the tokens of this run")
 
 
-def _how_to_undo(row: dict[str, Any]) -> str:
+def _how_to_undo(row: Json) -> str:
     return f"set aside as damaged when the run was resumed; to undo that: {row['undo']}"

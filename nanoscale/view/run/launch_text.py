@@ -5,9 +5,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
-from typing import Any
 
 from nanoscale.common import display
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, counted, duration, share
 from nanoscale.config.composing.variants import Variant
 from nanoscale.config.resolved import ResolvedConfig
@@ -29,7 +29,7 @@ _MOST_RANKS = 64
 """The most rows; more would push the rest off the screen."""
 
 
-def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str, Any]:
+def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> Json:
     """Return the document of `train --dry-run --json`."""
     config = request.config
     return {
@@ -53,7 +53,7 @@ def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str,
     }
 
 
-def forecast(predicted: dict[str, Any]) -> dict[str, str]:
+def forecast(predicted: Json) -> dict[str, str]:
     """Summarize plan.json; `nanoscale plan` shows all of it."""
     memory = predicted["memory"]
     word = "fits" if predicted["fits"] else "does not fit"
@@ -177,7 +177,7 @@ def rehearsal_lines(request: Request) -> list[str]:
 # --- jobs of batch systems ---------------------------------------------------------------------------------
 
 
-def script_document(batch: BatchJob, variants: Sequence[Variant]) -> dict[str, Any]:
+def script_document(batch: BatchJob, variants: Sequence[Variant]) -> Json:
     """Return the document of `submit --dry-run --json`."""
     first = batch.requests[0]
     return {
@@ -192,9 +192,7 @@ def script_document(batch: BatchJob, variants: Sequence[Variant]) -> dict[str, A
     }
 
 
-def submission_document(
-    batch: BatchJob, variants: Sequence[Variant], job: Submission
-) -> dict[str, Any]:
+def submission_document(batch: BatchJob, variants: Sequence[Variant], job: Submission) -> Json:
     """Return the document of `submit --json`."""
     return {"job": job.job, "cluster": job.cluster, **_runs_document(batch, variants, job)}
 
@@ -233,8 +231,8 @@ def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submissi
 
 def _runs_document(
     batch: BatchJob, variants: Sequence[Variant], job: Submission | None = None
-) -> dict[str, Any]:
-    runs: list[dict[str, Any]] = []
+) -> Json:
+    runs: list[Json] = []
     for number, (request, variant) in enumerate(zip(batch.requests, variants, strict=True)):
         named = {"name": request.run.name, "run_dir": str(request.run.path)}
         entry = {**named, "values": variant.chosen}

@@ -3,10 +3,11 @@
 import shlex
 import sys
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import TextIO
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, counted, duration, number, numbered
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.objectives import ANSWERS
@@ -24,7 +25,7 @@ _NOISE = ("The hostname of the client socket cannot be retrieved", "Extension mo
 """Torch's messages on a network that does not resolve addresses to names, and Python's list after a crash."""
 
 
-def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
+def document(run: RunDirectory, outcome: Outcome) -> Json:
     """Return the final document of `train --json` and `resume --json`."""
     last = metrics.last(run)
     return {
@@ -156,7 +157,7 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
     ]
 
 
-def _figures(run: RunDirectory, last: dict[str, Any]) -> dict[str, str]:
+def _figures(run: RunDirectory, last: Json) -> dict[str, str]:
     """Return speed, time of a step and memory of the steady steps, or of the last one, and the plan's."""
     try:
         seen, plan = steady(run), prediction(run)

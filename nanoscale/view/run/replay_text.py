@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nanoscale.checkpoint.store import find_checkpoint
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import counted, listed
 from nanoscale.launch.lifecycle.repetition import Replay
 from nanoscale.processes.proc import ranges
@@ -47,7 +48,7 @@ def without_records(replay: Replay) -> str:
 
 def document(
     replay: Replay, replayed: RunDirectory, tolerance: Mapping[str, float], layout: Collection[str]
-) -> dict[str, Any]:
+) -> Json:
     """Return the comparison of recorded and replayed losses, gradient norms and tensors.
 
     Args:
@@ -107,7 +108,7 @@ def _relative(recorded: float | None, replayed: float | None) -> float | None:
     return abs(recorded - replayed) / abs(recorded)
 
 
-def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> list[dict[str, Any]]:
+def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> list[Json]:
     both = set(replay.run.checkpoint_steps()) & set(replayed.checkpoint_steps())
     compared = sorted(step for step in both if step > replay.start_step)
     if not compared:
@@ -122,7 +123,7 @@ def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> li
     return rows
 
 
-def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
+def sentences(about: Json, replayed: RunDirectory) -> list[str]:
     """Return what a person wants to know of a comparison."""
     begin, steps, tolerance = about["begins_after"], about["steps"], about["tolerances"]
     first, last = begin + 1, about["trained"]
@@ -180,7 +181,7 @@ def _shown(relative: float | None) -> str:
     return "not finite" if relative is None else f"relative difference {relative:.1e}"
 
 
-def _tensors(row: dict[str, Any], more: str) -> list[str]:
+def _tensors(row: Json, more: str) -> list[str]:
     name, found = f"step-{row['step']:08d}", row["differing"]
     if not found:
         return [f"{name}: no tensor differs{more}"]

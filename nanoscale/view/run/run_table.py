@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, refuse_option
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import clock
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
@@ -159,7 +160,7 @@ def _refuse_name(name: str, what: str, near: Iterable[str], option: str, typed: 
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def row(run: RunDirectory, job: Job | None, columns: list[RunColumn]) -> dict[str, Any]:
+def row(run: RunDirectory, job: Job | None, columns: list[RunColumn]) -> Json:
     """Return a run's values, or the problem of a damaged file: the other runs are listed anyway."""
     try:
         return values(run, columns) | summary(run, job)
@@ -168,7 +169,7 @@ def row(run: RunDirectory, job: Job | None, columns: list[RunColumn]) -> dict[st
         return unknown | {"name": run.name, "path": str(run.path), "message": f"damaged: {error}"}
 
 
-def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
+def summary(run: RunDirectory, job: Job | None = None) -> Json:
     """Summarize one run in a few values."""
     now, last = status.require(run), metrics.last(run)
     keys = read_values(run.config, ("train.steps", "model.name"))
@@ -187,7 +188,7 @@ def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     }
 
 
-def document(run: RunDirectory, job: Job | None) -> dict[str, Any]:
+def document(run: RunDirectory, job: Job | None) -> Json:
     """Return the document of `runs show --json`."""
     cause = failure.read(run)
     return {
@@ -214,7 +215,7 @@ _USUAL = (
 )
 
 
-def print_runs(rows: list[dict[str, Any]], columns: list[RunColumn]) -> None:
+def print_runs(rows: list[Json], columns: list[RunColumn]) -> None:
     """Print the runs with some columns, or the usual ones."""
     chosen = [Column(column.name, column.text, is_text=True) for column in columns] or _USUAL
     show_table(display.console(), table([*_FIRST, *chosen], rows))
@@ -230,7 +231,7 @@ def _known(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
-def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
+def print_run(run: RunDirectory, document: Json, job: Job | None) -> None:
     """Print `runs show`."""
     from nanoscale.view.run.live import figures
 
