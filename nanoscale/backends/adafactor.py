@@ -6,7 +6,6 @@ their shards, for all parameters at once.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nanoscale.backends import one_pass
-from nanoscale.backends.adamw import OwnOptimizer
+from nanoscale.backends.adamw import Moments, OwnOptimizer, ParamGroups
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.muon import group_of, ranks_of
 from nanoscale.models.initialization import local_region
@@ -27,11 +26,11 @@ _DECAY = -0.8
 class Adafactor(OwnOptimizer):
     """Adafactor without momentum; the root mean square of an update is at most 1 (section 6)."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+    def __init__(self, groups: ParamGroups, lr: float) -> None:
         super().__init__(groups, lr=lr)
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter before its first update."""
         size, step = parameter.shape, torch.zeros((), device=parameter.device)
         if len(size) < 2:

@@ -33,19 +33,24 @@ class LocalAdamW(AdamW):
         return has_complex
 
 
+ParamGroups = list[dict[str, Any]]
+Moments = dict[str, Tensor]
+"""The tensors that an optimizer keeps for one parameter, by name."""
+
+
 class OwnOptimizer(Optimizer):
     """An optimizer with an update of our own; a group without a setting has the optimizer's."""
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+    def __init__(self, groups: ParamGroups, **settings: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **settings})
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter before its first update."""
         raise NotImplementedError
 
-    def filled(self, parameter: Tensor) -> dict[str, Tensor]:
+    def filled(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter, before its first update the initial one."""
-        state: dict[str, Tensor] = self.state[parameter]
+        state: Moments = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter))
         return state
@@ -61,7 +66,7 @@ class RoundedAdamW(OwnOptimizer):
     continues bit for bit. Its groups have the `names` of their parameters.
     """
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter before its first update."""
         moments = {
             name: torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -163,7 +168,7 @@ class ScheduleFreeAdamW(OwnOptimizer):
                 one_pass.keep(self, state["step"], step)
                 one_pass.keep(self, state["weight"], weight)
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter before its first update."""
         return {
             "step": torch.zeros((), device=parameter.device),

@@ -15,6 +15,7 @@ from nanoscale.backends.balance import Balance
 from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import adapters, load_any_model
+from nanoscale.checkpoint.staging import State
 from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.layout import row_step
@@ -79,7 +80,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """Return every tensor that training resumes from, by name; moments only after the first step.
 
         They are `model.<parameter>`, `optimizer.<parameter>.<moment>`, `loss_scale.<…>` and `balance.<layer>`,
@@ -96,7 +97,7 @@ class Engine(ABC):
         """Return PyTorch's optimizer, whose step changes them."""
 
     @abstractmethod
-    def frozen_state(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> State:
         """Return, with lora, `model.<parameter>` of all frozen weights, which no checkpoint holds; otherwise
         nothing."""
 
@@ -106,7 +107,7 @@ class Engine(ABC):
         this rank's plain tensors that are equal on all of them between two steps."""
 
     @abstractmethod
-    def empty_state(self) -> dict[str, Tensor]:
+    def empty_state(self) -> State:
         """Return `state()` before the first update, with memory for everything that a checkpoint holds."""
 
     def load_pretrained(self, folder: Path) -> None:
@@ -127,7 +128,7 @@ class Engine(ABC):
         self.load_state(state)
 
     @abstractmethod
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """Resume from the tensors of `empty_state` after they were loaded."""
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -165,7 +166,7 @@ class Engine(ABC):
             return {"accuracy": right / samples}
         return {"preferred": right / samples, "margin": margins / samples}
 
-    def _small_state(self) -> dict[str, Tensor]:
+    def _small_state(self) -> State:
         """Return the state in addition to parameters and moments."""
         state = {"loss_scale": self.scaling, "balance": self.balance}
         return {

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -13,12 +13,14 @@ from nanoscale.backends.base import Engine
 from nanoscale.backends.construction import MasterWeights, fill_initial
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.optimizer import (
+    NamedParameters,
     fill_own_state,
     fill_state,
     load_state,
     named_state,
     plain_tensors,
 )
+from nanoscale.checkpoint.staging import State
 from nanoscale.config.layout import tied_ranks
 from nanoscale.config.optimizers import AVERAGE, keeps_average
 from nanoscale.models import lora
@@ -29,15 +31,15 @@ class NativeState(Engine):
     """The weights of a rank's stages, and its optimizer's tensors."""
 
     layout: Layout
-    named: list[tuple[str, nn.Parameter]]
+    named: NamedParameters
     """All parameters, by names in the whole model; master weights if there are any."""
-    trained: list[tuple[str, nn.Parameter]]
+    trained: NamedParameters
     masters: MasterWeights | None
     optimizer: torch.optim.Optimizer
     _hooks: list[Callable[[], None]]
     """The functions that are called before an update."""
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def parameters(self) -> NamedParameters:
         """List the parameters that this rank trains, by names in the whole model."""
         return self.trained
 
@@ -46,23 +48,23 @@ class NativeState(Engine):
         if self.config.optimizer.name != "hooks":  # no step is skipped before its first one
             fill_state(self.optimizer, averages=self.config.optimizer.ema_decay is not None)
 
-    def state(self, *, to_load: bool = False) -> dict[str, Tensor]:
+    def state(self, *, to_load: bool = False) -> State:
         """Return the tensors as in `Engine.state`; `to_load` as in `named_state`."""
-        model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.trained}
+        model: State = {f"model.{name}": value for name, value in self.trained}
         moments = named_state(self.trained, self.optimizer, to_load=to_load)
         state = model | {f"optimizer.{name}": value for name, value in moments.items()}
         return state | self._small_state()
 
-    def frozen_state(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> State:
         return {f"model.{name}": p for name, p in self.named if not p.requires_grad}
 
-    def empty_state(self) -> dict[str, Tensor]:
+    def empty_state(self) -> State:
         self._fill_state()
         if self.config.optimizer.name == "hooks":
             fill_own_state(self.optimizer)
         return self.state(to_load=True)
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         moments = {
             name.removeprefix("optimizer."): value
             for name, value in state.items()

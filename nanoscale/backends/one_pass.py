@@ -88,9 +88,13 @@ def _write(
 ) -> None:
     values = update(*targets, *inputs, *numbers)
     for target, value in zip(targets, values, strict=True):
-        target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
+        _set(target, value, found_inf)
+
+
+def _set(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
+    target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
 
 
 def keep(optimizer: Optimizer, target: Tensor, value: Tensor) -> None:
     """Write a value to its target, unless the step is skipped."""
-    _write(lambda _, value: [value], [target], [value], [], flag(optimizer))
+    _set(target, value, flag(optimizer))

@@ -15,7 +15,9 @@ from nanoscale.backends import one_pass
 from nanoscale.backends.adafactor import Adafactor
 from nanoscale.backends.adamw import (
     LocalAdamW,
+    Moments,
     OwnOptimizer,
+    ParamGroups,
     RoundedAdamW,
     ScheduleFreeAdamW,
     initial_average,
@@ -31,7 +33,6 @@ from nanoscale.models.torchao_log import silence_torchao
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 """The parameters that a rank holds, in all its parts of the model, with their names in the whole model."""
-Moments = dict[str, Tensor]
 
 
 def make_optimizer(
@@ -39,7 +40,7 @@ def make_optimizer(
     config: OptimizerConfig,
     *,
     rounded: bool = False,
-    build: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+    build: Callable[[ParamGroups], Optimizer] | None = None,
 ) -> Optimizer:
     """Create the optimizer that the configuration names, in groups of parameters with equal values.
 
@@ -60,7 +61,7 @@ def make_optimizer(
             factor = chosen.lr_factor
             decay = decay if chosen.weight_decay is None else chosen.weight_decay
         groups.setdefault((is_muon, not is_matrix, factor, decay), []).append(parameter)
-    own: list[dict[str, Any]] = [
+    own: ParamGroups = [
         {"params": groups[key], "weight_decay": key[3], "lr_factor": key[2]}
         | ({"is_muon": key[0]} if config.name == "muon" else {})
         for key in sorted(groups)
@@ -151,7 +152,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
+def _make_adamw(groups: ParamGroups, **arguments: Any) -> Optimizer:
     """Create AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
     is_sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
     return (LocalAdamW if is_sharded else AdamW)(groups, **arguments, fused=True)
@@ -171,7 +172,7 @@ def _update_group(
 class Lion(OwnOptimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of a moving average is the update."""
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter before its first update."""
         return {"exp_avg": torch.zeros_like(parameter)}
 
@@ -197,7 +198,7 @@ def _lion(
 class SGD(OwnOptimizer):
     """Gradient descent, with heavy-ball momentum unless it is 0; decay is a part of the gradient."""
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, parameter: Tensor) -> Moments:
         """Return the state of a parameter before its first update."""
         with_momentum = self.param_groups[0]["momentum"] != 0
         return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
@@ -223,7 +224,7 @@ def _dimensions(name: str, parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape)) - name.endswith("_bias")
 
 
-def _make_adamw8bit(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
+def _make_adamw8bit(groups: ParamGroups, **arguments: Any) -> Optimizer:
     """Create AdamW with moments in blocks of 256 8-bit codes and a scale (Dettmers et al. 2022,
     arXiv:2110.02861).
 

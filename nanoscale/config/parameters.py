@@ -40,7 +40,11 @@ class Parameter:
         return tuple(shape)
 
 
-def ends(model: Model) -> dict[str, Parameter]:
+Parameters = dict[str, Parameter]
+"""Parameters by name."""
+
+
+def ends(model: Model) -> Parameters:
     """Return the parameters outside of the blocks."""
     table = {"embed.weight": Parameter((model.vocab, model.hidden), 0)}
     if model.position == "learned":
@@ -51,12 +55,12 @@ def ends(model: Model) -> dict[str, Parameter]:
     return table
 
 
-def block(model: Model) -> dict[str, Parameter]:
+def block(model: Model) -> Parameters:
     """Return the parameters of a block; matrices are in the order of their computation."""
     q, kv, hidden, ffn = model.q_width, model.kv_width, model.hidden, model.ffn
     experts = model.experts
     kinds = {"before": ("norm",), "after": ("post_norm",), "both": ("norm", "post_norm")}
-    table: dict[str, Parameter] = {}
+    table: Parameters = {}
     for kind in kinds[model.norm_position]:
         table |= _norm(f"attention_{kind}", model) | _norm(f"mlp_{kind}", model)
     if model.kv_rank:
@@ -96,8 +100,8 @@ def block(model: Model) -> dict[str, Parameter]:
     return table
 
 
-def _latent_attention(model: Model, rank: int) -> dict[str, Parameter]:
-    table: dict[str, Parameter] = {}
+def _latent_attention(model: Model, rank: int) -> Parameters:
+    table: Parameters = {}
     if model.q_rank is not None:
         table["attention.wq_a.weight"] = Parameter((model.q_rank, model.hidden))
         table["attention.q_norm.weight"] = Parameter((model.q_rank,))
@@ -109,9 +113,9 @@ def _latent_attention(model: Model, rank: int) -> dict[str, Parameter]:
     return table | _linear("attention.wo", model.hidden, model.heads * model.value_width, 1, False)
 
 
-def named(model: Model) -> dict[str, Parameter]:
+def named(model: Model) -> Parameters:
     """Return all parameters by their names in the whole model."""
-    table: dict[str, Parameter] = {}
+    table: Parameters = {}
     last = ends(model)
     for name in ("embed.weight", "positions.weight"):
         if name in last:
@@ -136,13 +140,13 @@ def block_products(model: Model) -> int:
     return sum(parameter.numel for parameter in matrices) - idle
 
 
-def _norm(name: str, model: Model) -> dict[str, Parameter]:
+def _norm(name: str, model: Model) -> Parameters:
     """Return the norm's parameters; a layer norm has a bias in addition to its weight."""
     kinds = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
     return {f"{name}.{kind}": Parameter((model.hidden,)) for kind in kinds}
 
 
-def _linear(name: str, outputs: int, inputs: int, split: int, bias: bool) -> dict[str, Parameter]:
+def _linear(name: str, outputs: int, inputs: int, split: int, bias: bool) -> Parameters:
     """Return a linear layer's parameters: tp divides its outputs (0) and their biases, or its inputs (1)."""
     table = {f"{name}.weight": Parameter((outputs, inputs), split)}
     if bias:

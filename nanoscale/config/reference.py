@@ -11,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nanoscale.config.schema import Config
 
+Values = dict[str, Any]
+"""Values of a configuration or of a part of it, by key."""
 AUTO = "auto"
 """The value of a key that the plan chooses."""
 
@@ -174,9 +176,9 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> Values:
     """Return values by dotted names as nested mappings."""
-    result: dict[str, Any] = {}
+    result: Values = {}
     for key, value in values.items():
         for name in reversed(key.split(".")):
             value = {name: value}
@@ -186,12 +188,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def flat(
     values: Mapping[str, Any], prefix: str = "", stop: Callable[[str], bool] = lambda _: False
-) -> dict[str, Any]:
+) -> Values:
     """Return the leaves of nested mappings by their dotted names; an empty mapping has none.
 
     A mapping is a leaf if `stop` is True for its name.
     """
-    leaves: dict[str, Any] = {}
+    leaves: Values = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and not stop(f"{prefix}{name}"):
             leaves |= flat(value, f"{prefix}{name}.", stop)
@@ -200,7 +202,7 @@ def flat(
     return leaves
 
 
-def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> Values:
     """Return nested mappings with the leaves of others, which take precedence."""
     result = dict(values)
     for name, value in others.items():
@@ -209,7 +211,7 @@ def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def defaults(section: type) -> dict[str, Any]:
+def defaults(section: type) -> Values:
     """Return a section's defaults as plain data."""
     return {
         name: defaults(inner)

@@ -37,6 +37,8 @@ from nanoscale.train.checkpointing import Progress, make_callbacks
 from nanoscale.train.job import restore
 from nanoscale.train.loop import Training
 
+NamedTensors = dict[str, Tensor]
+"""Whole tensors, by the name of the parameter."""
 _LIMITS = dict.fromkeys(("loss", "gradient", "grad_norm", "metric"), 1e-9) | {"update": 1e-6}
 """The largest relative differences of rounding. An update divides by roots of tiny squares."""
 _METRICS = ("loss", "grad_norm", "lr", "tokens")
@@ -59,9 +61,9 @@ class StepRecord:
 
     loss: float
     grad_norm: float
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: NamedTensors = field(default_factory=dict)
     """Before clipping."""
-    updates: dict[str, Tensor] = field(default_factory=dict)
+    updates: NamedTensors = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     """The metrics that callbacks get."""
 
@@ -159,7 +161,7 @@ def _restored(context: RankContext, engine: NativeEngine, data: Dataset) -> Prog
     return progress
 
 
-def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
+def _changed(before: NamedTensors, after: NamedTensors) -> str | None:
     """Return the name of the first tensor of this rank that differs by more than rounding."""
     for name in dict.fromkeys([*before, *after]):
         a, b = before.get(name), after.get(name)
@@ -222,11 +224,11 @@ class RecordedTraining:
             note=lambda *_, **__: None,
             callbacks=make_callbacks(config, folder.path, rank, self.engine),
         )
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients: NamedTensors = {}
         samples = getattr(data.train, "_samples", None)
         self.numbers: list[int] = samples.read if isinstance(samples, SmallSamples) else []
         """The numbers of the random samples that this rank has read."""
-        self.saved: dict[str, Tensor] = {}
+        self.saved: NamedTensors = {}
         """This rank's state before the first update after the checkpoint."""
         self.findings: list[str] = []
         self.saves = False
@@ -279,7 +281,7 @@ class RecordedTraining:
             self.findings.append(finding)
         return result
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> NamedTensors:
         """Return copies of this rank's weights, buffers and modes, and of all numbers of its optimizer."""
         optimizer = self.engine._torch_optimizer()
         values: Json = {"number of consumed samples": self.training.progress.consumed_samples}
@@ -298,7 +300,7 @@ class RecordedTraining:
         copies = {name: _copy(value) for name, value in values.items()}
         return {name: copy for name, copy in copies.items() if copy is not None}
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _weights(self) -> NamedTensors:
         return {name: whole(value) for name, value in self.engine.parameters()}
 
     def _read_gradients(self) -> None:
@@ -455,7 +457,7 @@ def _numbers(what: str, ours: float, reference: float) -> Json:
 
 
 def _tensors(
-    what: str, name: str, ours: dict[str, Tensor], reference: dict[str, Tensor], least: float
+    what: str, name: str, ours: NamedTensors, reference: NamedTensors, least: float
 ) -> Json:
     """Return the relative difference of a parameter's tensors, and their ratio if they are parallel."""
     b = reference[name].double().flatten()

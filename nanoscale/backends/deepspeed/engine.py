@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoscale.backends import gradients
 from nanoscale.backends.base import Engine, StepResult, make_stage
 from nanoscale.backends.deepspeed import model_parallel, shard_ranges
 from nanoscale.backends.deepspeed.import_library import load_deepspeed
 from nanoscale.backends.deepspeed.model_parallel import Groups
-from nanoscale.backends.optimizer import initial_state, make_optimizer, set_lr
+from nanoscale.backends.optimizer import NamedParameters, initial_state, make_optimizer, set_lr
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.staging import State
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
@@ -67,7 +68,7 @@ class DeepSpeedEngine(Engine):
         if not is_pretrained or config.lora.rank:
             self._initialize(frozen=not is_pretrained)
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def parameters(self) -> NamedParameters:
         """List the trained parameters."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
@@ -97,15 +98,15 @@ class DeepSpeedEngine(Engine):
             self.balance.end_step(self._counts_losses, not skipped)
         return StepResult(self._loss_sum * self._counts_losses, self._tokens, norm, skipped)
 
-    def state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
+    def state(self) -> State:
+        state: State = {}
         for shards in shard_ranges.group_by_tensor(self.shards):
             with shard_ranges.swapped_in(shards, self.engine.optimizer) as was_swapped:
                 for name, value in self._tensors(shards):
                     state[name] = _copied(value) if was_swapped else value
         return state | self._small_state()
 
-    def frozen_state(self) -> dict[str, Tensor]:
+    def frozen_state(self) -> State:
         frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         if self.zero_stage < 3:
             return {f"model.{name}": parameter for name, parameter in frozen}
@@ -123,7 +124,7 @@ class DeepSpeedEngine(Engine):
             for name, parameter in self.model.named_parameters():
                 yield name, ranks, [parameter]
 
-    def empty_state(self) -> dict[str, Tensor]:
+    def empty_state(self) -> State:
         self._fill_state()
         return self.state()
 
@@ -136,7 +137,7 @@ class DeepSpeedEngine(Engine):
                 with shard_ranges.swapped_in(shards, self.engine.optimizer):
                     optimizer.state[flat].update(initial_state(optimizer, flat))
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         for shards in shard_ranges.group_by_tensor(self.shards):
             with shard_ranges.swapped_in(shards, self.engine.optimizer) as was_swapped:
                 if was_swapped:

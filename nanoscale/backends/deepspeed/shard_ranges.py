@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NamedParameters = list[tuple[str, nn.Parameter]]
+from nanoscale.backends.optimizer import NamedParameters
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from nanoscale.config.violations import shown
 
 VARIABLE = "_NANOSCALE_COMPLETE"
 """The environment variable by which a shell asks."""
+Candidates = list[tuple[str, str]]
+"""Texts that continue the incomplete word, and what each is."""
 _BREAK = re.compile("[=:]+")
 
 
@@ -28,7 +30,7 @@ def previous_words() -> list[str]:
     return words if line.endswith(" ") else words[:-1]
 
 
-def overrides(incomplete: str) -> list[tuple[str, str]]:
+def overrides(incomplete: str) -> Candidates:
     """Complete GROUP=OPTION and KEY=VALUE."""
     word, kept = _current_word(incomplete)
     candidates = _overrides(word)
@@ -42,23 +44,23 @@ def overrides(incomplete: str) -> list[tuple[str, str]]:
     return [(text.removeprefix(kept), about) for text, about in starting.items()]
 
 
-def recipes(incomplete: str) -> list[tuple[str, str]]:
+def recipes(incomplete: str) -> Candidates:
     return list(_starting(_options("recipe"), incomplete).items())
 
 
-def keys(incomplete: str) -> list[tuple[str, str]]:
+def keys(incomplete: str) -> Candidates:
     """Complete the name of a section, and after its dot the name of a key."""
     known = _keys() if "." in incomplete else _sections()
     return list(_starting(known, incomplete).items())
 
 
-def groups(incomplete: str) -> list[tuple[str, str]]:
+def groups(incomplete: str) -> Candidates:
     """Complete the name of a group or of a section."""
     known = dict.fromkeys(Library.groups(), "group") | _sections()
     return list(_starting(known, incomplete).items())
 
 
-def runs(incomplete: str) -> list[tuple[str, str]]:
+def runs(incomplete: str) -> Candidates:
     """Complete the name of a run in runs/."""
     from nanoscale.runs.directory import RunDirectory
 

@@ -23,6 +23,7 @@ from nanoscale.config.composing.library import RECIPE, ROOT, SCHEMA, Library, is
 from nanoscale.config.hf import any_model, peft, pretrained
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
+from nanoscale.config.reference import Values
 from nanoscale.config.schema import Config, RopeScaling
 from nanoscale.config.values import hooks
 from nanoscale.config.values.convert import convert, is_left_to_plan
@@ -116,7 +117,7 @@ def compose(
     return _with_shape(composed, merged, str(model.folder / "config.json"), values)
 
 
-def _converted(composed: Composed, merged: dict[str, Any]) -> tuple[Composed, list[Violation]]:
+def _converted(composed: Composed, merged: Values) -> tuple[Composed, list[Violation]]:
     """Return the request with its values, references resolved and types checked, and what is wrong."""
     raw, broken = resolve(merged, composed.source)
     config, mistyped = convert(raw, composed.source)
@@ -134,8 +135,8 @@ def _converted(composed: Composed, merged: dict[str, Any]) -> tuple[Composed, li
 
 
 def _with_hooks(
-    composed: Composed, merged: dict[str, Any], config_file: Path | None
-) -> tuple[Composed, dict[str, Any]]:
+    composed: Composed, merged: Values, config_file: Path | None
+) -> tuple[Composed, Values]:
     """Return the configuration with the absolute path and the digest of the file of hooks, and what it was made
     of; the copy of a run lies beside its configuration."""
     key, asked, pinned = "hooks.path", composed.config.hooks.path, composed.config.hooks.sha256
@@ -163,9 +164,7 @@ def _with_hooks(
     return changed, merged
 
 
-def _with_shape(
-    composed: Composed, merged: dict[str, Any], source: str, values: dict[str, Any]
-) -> Composed:
+def _with_shape(composed: Composed, merged: Values, source: str, values: Values) -> Composed:
     """Return the configuration with a model's shape, which the values of other keys may refer to."""
     model = dict(merged["model"])
     for name, value in values.items():
@@ -181,7 +180,7 @@ def _with_shape(
     return shaped
 
 
-def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) -> Composed:
+def _begun_from_run(composed: Composed, merged: Values, folder: Path) -> Composed:
     """Return the configuration of a job that begins with the shape and the weights of a run."""
     key, asked = pretrained.KEY, composed.config.model.init_from
     other = composed.config.run.from_run
@@ -198,8 +197,8 @@ def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) ->
 
 
 def _begun_from_adapters(
-    composed: Composed, merged: dict[str, Any], folder: Path
-) -> tuple[Composed, dict[str, Any]]:
+    composed: Composed, merged: Values, folder: Path
+) -> tuple[Composed, Values]:
     """Return the configuration of a job that continues with adapters of PEFT, and what it was made of."""
     try:
         base, values = peft.read_settings(folder)
@@ -248,8 +247,8 @@ def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tupl
             yield key, setting
 
 
-def _merged(layers: list[Layer], settings: list[tuple[str, Setting]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _merged(layers: list[Layer], settings: list[tuple[str, Setting]]) -> Values:
+    values: Values = {}
     for layer in layers:
         values = reference.merged(values, layer.content)
     for key, setting in settings:
@@ -257,7 +256,7 @@ def _merged(layers: list[Layer], settings: list[tuple[str, Setting]]) -> dict[st
     return values
 
 
-def _with(values: Any, path: list[str], new: Any) -> dict[str, Any]:
+def _with(values: Any, path: list[str], new: Any) -> Values:
     """Set a key as the command line does: a mapping is merged into the existing one, {} empties it."""
     old, (name, *inner) = values if isinstance(values, dict) else {}, path
     if inner:

@@ -18,6 +18,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.interpolation import escape, unescape
 from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
+from nanoscale.config.reference import Values
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config
 from nanoscale.config.values.convert import convert, unknown_key
@@ -118,7 +119,7 @@ def load(path: Path) -> ResolvedConfig:
     return resolved(config)
 
 
-def read_values(path: Path, names: Iterable[str]) -> dict[str, Any]:
+def read_values(path: Path, names: Iterable[str]) -> Values:
     """Return the values of a few keys, unchecked: only their sections are parsed, which is faster than `load`.
 
     Raises:
@@ -193,14 +194,14 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 """The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""
 
 
-def unknown_names(content: Mapping[str, Any]) -> dict[str, Any]:
+def unknown_names(content: Mapping[str, Any]) -> Values:
     """Return the entries of a frozen file's `resolved` that are not keys, with the values."""
     opened = content.get("resolved")
     listed = opened if isinstance(opened, dict) else {}
     return {name: value for name, value in listed.items() if name not in reference.declared()}
 
 
-def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any]:
+def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> Values:
     """Return a frozen file's content, with the requested values of keys that depend on a touched key."""
     content = dict(content)
     asked = content.pop("resolved", None)

@@ -17,6 +17,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import interpolation
 from nanoscale.config.composing.interpolation import unescape
+from nanoscale.config.reference import Values
 from nanoscale.config.values.convert import unknown_key
 from nanoscale.config.violations import nearest, refuse, shown
 
@@ -72,7 +73,7 @@ class Library:
     """Keys set on the command line."""
     violations: list[Violation] = field(default_factory=list)
     """The problems of the files served so far."""
-    opened: dict[str, Any] = field(default_factory=dict)
+    opened: Values = field(default_factory=dict)
     """Keys that the frozen configuration had left open, with their requested values."""
     served: dict[str, YamlDocument] = field(default_factory=dict)
 
@@ -213,11 +214,9 @@ class Library:
             if text.strip() and not text.startswith("#"):
                 return
 
-    def _known(
-        self, document: YamlDocument, content: dict[str, Any], section: str, path: str
-    ) -> dict[str, Any]:
+    def _known(self, document: YamlDocument, content: Values, section: str, path: str) -> Values:
         """Return the part of a mapping that the schema declares."""
-        kept: dict[str, Any] = {}
+        kept: Values = {}
         for name, value in content.items():
             dotted = f"{section}.{name}" if section else name
             source = document.source(f"{path}{name}")

@@ -17,6 +17,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.library import ROOT, Library
 from nanoscale.config.objectives import PAIRED
+from nanoscale.config.reference import Values
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.convert import fits
 from nanoscale.config.values.equivalents import Equivalent, equivalent, spelling
@@ -30,7 +31,7 @@ _OFF = ("false", "0", "no", "none", "null", "disabled", "")
 class Translation:
     """The settings of a file in nanoscale's terms."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     """Dotted key → value."""
     became: list[tuple[str, str]] = field(default_factory=list)
     """Each setting, by its path, and what it became."""
@@ -40,7 +41,7 @@ class Translation:
     """The data-parallel degree of the job; None if it is not known."""
 
     @property
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> Values:
         """The values as the content of a recipe."""
         return reference.nested(self.values)
 
@@ -106,14 +107,14 @@ class Conversion:
             flat["model.flavor"] = f"{flat.get('model.name')} {flat['model.flavor']}"
         self.names = {spelling(path).rpartition(".")[2]: path for path in self.settings}
         self.became = dict.fromkeys(flat, "")
-        self.values: dict[str, Any] = {}
+        self.values: Values = {}
         self.locked: set[str] = set()
         """Keys that others do not change: values win over flags, and both over flags that are off."""
         self.rows: set[int] = set()
         """Rows of the table that settings of the file have, by their identity."""
         self.sources = _sources(settings)
 
-    def run(self, dp: int | None, read_deepspeed: Callable[[Path], dict[str, Any]]) -> Translation:
+    def run(self, dp: int | None, read_deepspeed: Callable[[Path], Values]) -> Translation:
         for turn in sorted({*map(self._turn, self.settings)}):
             for path in (it for it in self.settings if self._turn(it) == turn):
                 value = self.settings[path]
@@ -219,7 +220,7 @@ class Conversion:
     def _set(self, word: str) -> bool:
         """Set the key of an override, or the keys of an option of a group, unless another setting wins."""
         name, _, text = word.partition("=")
-        usual: dict[str, Any] = {}
+        usual: Values = {}
         if name in Library.groups():
             usual, new = _option(name, text)
             new = {} if new.keys() <= self.locked or usual.keys() & self.locked else new
@@ -241,9 +242,7 @@ class Conversion:
                 self.values |= missing
                 self.became[f"({name}={shown(value)}, not in the file)"] = text
 
-    def _add_deepspeed(
-        self, values: dict[str, Any], read: Callable[[Path], dict[str, Any]]
-    ) -> None:
+    def _add_deepspeed(self, values: Values, read: Callable[[Path], Values]) -> None:
         """Add the keys of DeepSpeed's JSON beside the file that the file leaves open."""
         names = ("deepspeed", "deepspeedconfigfile")
         path = next((self.names[it] for it in names if it in self.names), "")
@@ -272,14 +271,14 @@ class Conversion:
             )
             raise UserError("usage", f"{path}={name}: {message}")
 
-    def _objective(self, values: dict[str, Any]) -> None:
+    def _objective(self, values: Values) -> None:
         is_paired = "train.preference_beta" in values or _OF_PAIRS.search(str(self.settings))
         if is_paired and "train.objective" not in values:
             named = str(self.settings).lower()
             values["train.objective"] = next((it for it in ("orpo", "kto") if it in named), "dpo")
             self.became["(pairs)"] = f"train.objective={values['train.objective']} is assumed"
 
-    def _batches(self, values: dict[str, Any], dp: int | None) -> int | None:
+    def _batches(self, values: Values, dp: int | None) -> int | None:
         """Set the global batch: micro batch · accumulation · data-parallel degree; return the degree."""
         devices, nodes = values.pop("launcher.devices", None), values.pop("launcher.nodes", 1)
         shards = next((it for name in _SHARDS if (it := self._number(name)) and it > 0), None)
@@ -310,7 +309,7 @@ class Conversion:
         value = self.settings.get(self.names.get(spelling(name), ""))
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
-    def _derive(self, values: dict[str, Any]) -> None:
+    def _derive(self, values: Values) -> None:
         for name, (key, function) in _DERIVED.items():
             if (value := self._number(name)) is None or key in self.locked:
                 continue
@@ -325,7 +324,7 @@ class Conversion:
                     decay = "scheduler=wsd " if name == "decay_ratio" else ""
                     self.became[self.names[spelling(name)]] = f"{decay}{key}={shown(result)}"
 
-    def _finish(self, values: dict[str, Any]) -> None:
+    def _finish(self, values: Values) -> None:
         """Resolve what two settings say together."""
         if "train.steps" in values and values.pop("train.epochs", None):
             self.became["(epochs)"] = "not needed: train.steps decides"
@@ -406,7 +405,7 @@ def _sources(settings: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-def _option(group: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _option(group: str, name: str) -> tuple[Values, Values]:
     """Return the schema's values of the keys that the default option of a group sets, and an option's keys."""
     library = Library()
     entries = library.serve(ROOT).content["defaults"]

@@ -1,7 +1,7 @@
 """Collectives as PyTorch dispatches them: what they communicate, and their results without any other rank."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_iter
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.patches import Operation, Patches
 
 _REDUCTIONS = {"sum", "avg", "max", "min", "product"}
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
@@ -56,7 +56,7 @@ def identity(rank: int, config: ResolvedConfig, devices: int) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def _of_fake_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
+def _of_fake_backend(new_group: Operation) -> Operation:
     return lambda *args, **options: new_group(*args, **options | {"backend": "fake"})
 
 
@@ -213,14 +213,14 @@ class _InTransit:
 def hold_tensors(patches: Patches, *, on_gpu: bool) -> None:
     """Let the work of a message hold its tensors."""
 
-    def single(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def single(plain: Operation) -> Operation:
         def message(tensor: Tensor, *args: Any, **options: Any) -> Any:
             work = plain(tensor, *args, **options)
             return work and _InTransit(work, [tensor], until_wait=on_gpu)
 
         return message
 
-    def several(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def several(plain: Operation) -> Operation:
         def batch_isend_irecv(operations: list[Any]) -> list[Any]:
             works = plain(operations)
             if all(isinstance(work, _InTransit) for work in works):

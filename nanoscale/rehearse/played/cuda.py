@@ -5,7 +5,7 @@ Fused kernels of GPUs take tensors without numbers; PyTorch for CPUs runs severa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.checkpoint import staging
 from nanoscale.models.attention_kernels import has_cudnn
-from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.patches import Operation, Patches
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def use_fused_kernels(patches: Patches) -> None:
         patches.wrap(owner, make.__name__[1:], partial(_unless_compiled, make))
 
 
-def _unless_compiled(make: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_compiled(make: Operation, plain: Operation) -> Operation:
     """Replace a function by `make(function)`, except in what is compiled."""
     made = make(plain)
 
@@ -240,7 +240,7 @@ class _Silu(torch.autograd.Function):
         return torch.add(x, grad)
 
 
-def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _attention(plain: Operation) -> Operation:
     """Replace attention by a fused kernel that stores no scores, if CUDA has one for these inputs."""
 
     @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -285,7 +285,7 @@ def _bias(mask: Any, q: Any) -> Any:
     return bias.expand(*q.shape[:3], mask.shape[-1])
 
 
-def _rms_norm(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _rms_norm(plain: Operation) -> Operation:
     def rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
         fused = x.device.type == "cuda" and weight is not None and not isinstance(weight, DTensor)
         return _RmsNorm.apply(x, weight) if fused else plain(x, shape, weight, eps)
@@ -293,14 +293,14 @@ def _rms_norm(plain: Callable[..., Any]) -> Callable[..., Any]:
     return rms_norm
 
 
-def _silu(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _silu(plain: Operation) -> Operation:
     def silu(x: Any, inplace: bool = False) -> Any:
         return _Silu.apply(x) if x.device.type == "cuda" and not inplace else plain(x, inplace)
 
     return silu
 
 
-def _where(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _where(plain: Operation) -> Operation:
     """Choose between tensors in place of numbers, which fake tensors would choose on another device."""
 
     def where(condition: Any, *values: Any, **options: Any) -> Any:
@@ -311,7 +311,7 @@ def _where(plain: Callable[..., Any]) -> Callable[..., Any]:
     return where
 
 
-def _softmax(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _softmax(plain: Operation) -> Operation:
     """Replace softmax by the kernel of GPUs, which also casts its input."""
 
     def softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:

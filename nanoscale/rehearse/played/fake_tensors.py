@@ -15,7 +15,7 @@ from torch.utils._device import _device_constructors
 from nanoscale.config.model_math import routed_share
 from nanoscale.models import moe
 from nanoscale.rehearse.played.live_memory import OPENED
-from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.patches import Operation, Patches
 
 META = torch.device("meta")
 DEVICE_OF = torch.ops.prim.device.default
@@ -138,7 +138,7 @@ def make_host_tensors_real(
         patches.replace(Tensor, "cuda", lambda self, device=None, **_: self.to(device or gpu))
         return
 
-    def host_factory(make: Callable[..., Any]) -> Callable[..., Any]:
+    def host_factory(make: Operation) -> Operation:
         def factory(*args: Any, **options: Any) -> Any:
             if options.get("device") is not None:
                 return make(*args, **options)
@@ -211,7 +211,7 @@ def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str
         more = (receiver == ranks - 1) - (receiver == 0) if sender == 0 else 0
         return max(0, copies + more)
 
-    def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
+    def choosing(choose: Operation) -> Operation:
         def chosen(scores: Any, top_k: int, load: Any) -> Any:
             tokens, experts = scores.shape
             least, remainder = divmod(tokens * top_k, experts)
@@ -225,7 +225,7 @@ def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str
 
         return chosen
 
-    def answering(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def answering(plain: Operation) -> Operation:
         def tolist(tensor: Any) -> Any:
             share = len(loads) // ranks
             of_this_rank = loads[rank * share : (rank + 1) * share]

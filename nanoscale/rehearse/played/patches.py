@@ -4,6 +4,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+Operation = Callable[..., Any]
+"""A function of torch, or its replacement."""
+
 
 class Patches(ExitStack):
     """Replacements that last until the `with` block ends."""
