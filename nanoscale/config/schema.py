@@ -488,9 +488,9 @@ class Parallel:
         at_least=1,
         planned=True,
     )
-    selective_keep: Literal["attention", "matmuls", "every-2nd-matmul"] = key(
+    selective_keep: Literal["core-attention", "attention", "matmuls", "every-2nd-matmul"] = key(
         "matmuls",
-        "activation_checkpointing=selective: matrix products whose results are stored",
+        "activation_checkpointing=selective: stored results: attention · and sums over tp · and products",
         planned=True,
     )
     offload_activations: bool = key(

@@ -172,6 +172,7 @@ ROUTING = {
 }
 _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 _SELECTION_NAMES = {
+    "core-attention": "attention alone",
     "attention": "attention",
     "matmuls": "attention and matrix products",
     "every-2nd-matmul": "attention and every 2nd matrix product",
@@ -184,6 +185,7 @@ class SavePolicy:
     def __init__(self, selection: str) -> None:
         self.matmul_interval = {"matmuls": 1, "every-2nd-matmul": 2}.get(selection)
         self.keeps_nothing = selection == "nothing"
+        self.keeps_sums = selection != "core-attention"
         self.matmuls = self.expert_matmuls = 0
         self.exchanges = math.inf  # to keep: tokens and routing, and not what comes back
 
@@ -203,7 +205,7 @@ class SavePolicy:
             self.exchanges -= 1
             return self.exchanges >= 0
         # All of PyTorch's fused kernels have it in their names; the unfused one consists of products.
-        return operation in COLLECTIVES or "attention" in operation.name()
+        return (self.keeps_sums and operation in COLLECTIVES) or "attention" in operation.name()
 
 
 def device_contexts(selection: str) -> tuple[Any, Any]:

@@ -43,6 +43,7 @@ MODES = {
     "full": {"activation_checkpointing": "full"},
     "full, every 3rd": {"activation_checkpointing": "full", "checkpoint_every": 3},
     "attention": {"activation_checkpointing": "selective", "selective_keep": "attention"},
+    "core": {"activation_checkpointing": "selective", "selective_keep": "core-attention"},
     "matmuls": {"activation_checkpointing": "selective", "selective_keep": "matmuls"},
     "matmuls, every 3rd block": {"activation_checkpointing": "selective", "checkpoint_every": 3},
     "every 2nd": {"activation_checkpointing": "selective", "selective_keep": "every-2nd-matmul"},
@@ -186,6 +187,7 @@ def test_operations_computed_again(offload: bool) -> None:
         "full": (needed, 2 * LAYERS),
         "full, every 3rd": ((MATMULS_A_BLOCK - 1) * 3, LAYERS + 3),
         "attention": (needed, LAYERS),
+        "core": (needed, LAYERS),
         "matmuls": (0, LAYERS),
         "matmuls, every 3rd block": (0, LAYERS),
         "every 2nd": ((MATMULS_A_BLOCK - 3 - 1) * LAYERS, LAYERS),  # wq wv gate of those needed

@@ -211,18 +211,19 @@ def test_sqrt_mode_is_that_many_groups():
 
 def test_selective_keeps_less_than_all_and_more_than_the_input():
     config = job("model=llama-8b", "precision=bf16")
-    setting = setting_of(config)
+    setting = setting_of(replace(config, parallel=replace(config.parallel, tp=2)))
     kept = [
         block_memory(setting.shape, setting.run, mode, keep).kept
         for mode, keep in (
             ("full", ""),
+            ("selective", "core-attention"),
             ("selective", "attention"),
             ("selective", "every-2nd-matmul"),
             ("selective", "matmuls"),
             ("none", ""),
         )
     ]
-    assert kept == sorted(kept) and len(set(kept)) == 5
+    assert kept == sorted(kept) and len(set(kept)) == 6
 
 
 def test_every_second_product_is_the_second_fourth_and_sixth():

@@ -107,7 +107,9 @@ def test_what_is_proposed_can_be_typed_and_is_what_was_meant() -> None:
     composed, result = found(*words)
     assert result.considered > 100
     seen = set()
-    for plan in (*result.ranked[:: max(1, len(result.ranked) // 25)], *result.front()[-3:]):
+    of_each = {plan.config.parallel.schedule: plan for plan in result.ranked}.values()
+    every = result.ranked[:: max(1, len(result.ranked) // 25)]
+    for plan in (*every, *of_each, *result.front()[-3:]):
         meant = typed(words, to_type(composed, plan.config))
         assert meant.parallel == plan.config.parallel
         assert (meant.zero, meant.train.micro_batch) == (
@@ -382,6 +384,7 @@ def test_selective_recomputation_may_keep_fewer_products() -> None:
         and plan.config.parallel.selective_keep != "matmuls"
     ]
     assert {plan.config.parallel.selective_keep for plan in kept} == {
+        "core-attention",
         "attention",
         "every-2nd-matmul",
     }

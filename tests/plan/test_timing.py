@@ -154,9 +154,9 @@ def test_what_selective_recomputation_computes_again(mode, keep, products):
 
 def test_each_mode_recomputes_more_than_the_one_before():
     modes = [("none", "matmuls"), ("selective", "matmuls"), ("selective", "every-2nd-matmul"),
-             ("selective", "attention"), ("full", "matmuls")]  # fmt: skip
+             ("selective", "attention"), ("selective", "core-attention"), ("full", "matmuls")]  # fmt: skip
     seconds = [
-        step_time(job(activation_checkpointing=mode, selective_keep=keep), machine()).seconds
+        step_time(job(activation_checkpointing=mode, selective_keep=keep, tp=2), machine()).seconds
         for mode, keep in modes
     ]
     assert seconds == sorted(seconds) and len(set(seconds)) == len(seconds)

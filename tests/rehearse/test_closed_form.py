@@ -61,6 +61,12 @@ ROWS = {
             ("selective", "every-2nd-matmul"),
         )
     },
+    **{
+        f"tp 2, bf16, {keep}": on_gpus(
+            Row("", {"tp": 2} | recomputed("selective", selective_keep=keep), precision="bf16")
+        )
+        for keep in ("matmuls", "attention", "core-attention")
+    },
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(

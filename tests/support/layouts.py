@@ -242,6 +242,7 @@ ROWS = [
     checkpointing("full", 0, cp=2, offload_activations=True),
     checkpointing("selective", 3, dp=2, selective_keep="every-2nd-matmul", checkpoint_every=2),
     checkpointing("selective", 1, tp=2, cp=2, selective_keep="attention"),
+    checkpointing("selective", 2, dp=2, tp=2, selective_keep="core-attention"),
     checkpointing("selective", 0, pp=2),
     checkpointing("sqrt", 3, dp=2),
     checkpointing("sqrt", 0, pp=2, schedule="interleaved-1f1b", virtual_stages=2),

@@ -227,12 +227,14 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(keep)
     elif keep == "every-2nd-matmul":
         names = set(results[1::2])
-    elif keep == "attention":
+    elif keep.endswith("attention"):
         names = set()
     in_parts = isinstance(keep, str) and shape.local_experts < shape.model.experts
+    sums = 0 if keep == "core-attention" else 2 * run.tensor_parallel
     if run.fused and shape.model.norm_position == "before":
         # the compiler does not keep what the backward pass does not read
-        names -= {"down", "wo"} if in_parts else {"down"}
+        names -= {"down", "wo"} if in_parts or sums else {"down"}
+        sums //= 2
     kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
     kept["input"] = entry(shape, run)
     if in_parts:  # attention is recomputed by itself (`parallel.expert.BlockInParts`)
@@ -256,8 +258,7 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
             # Tokens, and the routing that is sent with them.
             row = hidden // shape.tokens + 2 * shape.experts_per_token * max(4, run.compute)
             kept["exchanged"] = copies(shape) * row
-    if run.tensor_parallel:
-        kept["reduced"] = 2 * hidden // shape.shares
+    kept["reduced"] = sums * hidden // shape.shares
     if run.exchanged:
         kept["received"] = 2 * (sizes_of["wq"] + sizes_of["v"])
     if shape.adapter_rank:
@@ -284,7 +285,7 @@ def _kept_with_adapters(
             results.append((name, sizes_of[name]))
     if keep == "every-2nd-matmul":
         results = results[1::2]
-    return {} if keep == "attention" else dict(results)
+    return {} if "attention" in str(keep) else dict(results)
 
 
 def products(model: Model) -> tuple[str, ...]:
@@ -325,7 +326,7 @@ def block_memory(
     freed = sum(
         policy.get(name, 0) for name in ("wq", "wk", "wkv_b", "wo", "received", "raw scores")
     )
-    freed += policy.get("reduced", 0) // 2
+    freed += policy["reduced"] // (1 if run.fused and shape.model.norm_position == "before" else 2)
     freed += sum(size for name, size in policy.items() if name[1:] in _ADAPTED)
     if shape.model.experts:  # recomputation stops after the last product
         freed += policy["router"] + policy.get("exchanged", 0)

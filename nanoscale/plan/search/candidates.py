@@ -23,7 +23,7 @@ from nanoscale.config.schema import Parallel, Schedule
 
 T = TypeVar("T")
 Recomputation = Literal["none", "full", "selective", "sqrt"]
-Kept = Literal["every-2nd-matmul", "attention"]
+Kept = Literal["every-2nd-matmul", "attention", "core-attention"]
 Method = Literal["ring", "ulysses"]
 Stage = Literal[0, 1, 2, 3]
 
@@ -34,8 +34,8 @@ the exchange."""
 LARGEST_MICRO_BATCH = 32
 RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
 """The modes, from the fastest to the smallest in memory."""
-KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention")
-"""Values of `parallel.selective_keep` that keep less than its default."""
+KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention", "core-attention")
+"""Values of `parallel.selective_keep` that keep less than its default; the last one differs with tp only."""
 INTERVALS = (2, 3, 4, 8)
 """Values of `parallel.checkpoint_every` that are tried."""
 USUAL: Schedule = "1f1b"
@@ -141,6 +141,7 @@ def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolv
     """
     selective = "selective" in _choices(space, "activation_checkpointing", RECOMPUTATION)
     keeps = KEPT if selective and "parallel.selective_keep" not in space.held else ()
+    keeps = keeps if config.parallel.tp > 1 else keeps[:2]
     kept = [
         _laid_out(config, activation_checkpointing="selective", selective_keep=keep)
         for keep in keeps

@@ -152,6 +152,8 @@ class _Linear:
     of_experts: bool = False
     router: bool = False
     """True for the router, whose operands are never narrower than 16 bits."""
+    is_summed: bool = False
+    """True if tp divides the inputs, so that ranks sum their results."""
 
     @property
     def parameters(self) -> int:
@@ -178,7 +180,9 @@ def linears(
             continue
         *experts, outputs, inputs = parameter.local(tp, ep, expert_tp)
         counts = (experts[0], model.experts_per_token, True) if experts else (1, 1, False)
-        products.append(_Linear(inputs, outputs, *counts, router=name == "mlp.router.weight"))
+        is_summed = parameter.split == len(experts) + 1
+        router = name == "mlp.router.weight"
+        products.append(_Linear(inputs, outputs, *counts, router, is_summed))
     return tuple(products)
 
 
@@ -315,9 +319,10 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     recomputed, flops = NOTHING, 0.0
     full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
-        tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if full else 0.0)
+        sums = full or shape.recompute == "core-attention"
+        tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if sums else 0.0)
         if in_products:
-            tp_recomputed = sum(in_products[:3] if full else in_products[::2])
+            tp_recomputed = sum(in_products[:3] if sums else in_products[::2])
         recomputed = Work(
             matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
             attention=attention if full else 0.0,
@@ -356,11 +361,15 @@ def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) ->
     last = [] if shape.compiled and not (shape.in_parts and full) else experts[-1:]
     if shape.recompute == "matmuls":
         return last
-    if not experts:
-        return dense[:-1:every]
-    # In parts, `selective` does not repeat attention's output, which is before the router.
-    output = experts[0] - 2 if shape.in_parts and not full else None
-    return [i for i in dense[::every] if i != output] + experts[:-1] + last
+    output = next(i for i, it in enumerate(products) if it.is_summed)
+    repeated = [i for i in dense[::every] if i != output or not _keeps_output(shape)]
+    return repeated + experts[:-1] + last if experts else [i for i in repeated if i != dense[-1]]
+
+
+def _keeps_output(shape: MicroBatchShape) -> bool:
+    """True if recomputation does not repeat attention's last product: in parts, or since its sum is kept."""
+    full, is_summed = shape.recompute in ("full", "sqrt"), shape.compiled and shape.tp > 1
+    return not full and (shape.in_parts or (is_summed and shape.recompute != "core-attention"))
 
 
 def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
@@ -462,7 +471,7 @@ def _summed(shape: MicroBatchShape) -> float:
     joined = [
         p
         for p in linears(shape.model, shape.tp, shape.ep)
-        if p.inputs == hidden != p.outputs and not (p.router or p.of_experts)
+        if p.inputs == hidden and not (p.is_summed or p.router or p.of_experts)
     ]
     copied = 2 * sum(shape.tokens * p.outputs + p.parameters for p in joined)
     return copied + (_SUMS / 3 * shape.tokens * hidden if shape.model.experts else 0.0)
@@ -547,13 +556,13 @@ def _tp_in_products(hardware: Hardware, shape: MicroBatchShape, gradients: str =
     of an MoE do not run during products, except a shared expert's collectives with `ep_over_tp`.
     """
     table, hidden = linears(shape.model, shape.tp, shape.ep), shape.model.hidden
-    end = 1 + next(i for i, p in enumerate(table) if p.outputs == hidden)
+    end = 1 + next(i for i, p in enumerate(table) if p.is_summed)
     dense = shape.ep_over_tp or not shape.model.experts
     feed_forward = [p for p in table[end:] if dense and not (p.router or p.of_experts)]
     exposed = []
     for layers in (table[:end], feed_forward)[: _tp_pairs(shape)]:
-        columns = [p for p in layers if p.inputs == hidden != p.outputs]
-        rows = [p for p in layers if p.outputs == hidden]
+        columns = [p for p in layers if p.inputs == hidden and not p.is_summed]
+        rows = [p for p in layers if p.is_summed]
         for collective, during in zip(_tp_pair(hardware, shape), (columns, rows), strict=True):
             seconds = sum(product(hardware, shape, p, gradients) for p in during)
             exposed.append(_in_chunks(shape, collective, seconds))

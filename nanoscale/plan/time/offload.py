@@ -50,7 +50,7 @@ def _saved(shape: MicroBatchShape) -> float:
     if model.experts:  # in addition, the experts' permuted inputs and their outputs
         inner = model.experts_per_token * (inner + 2 * shape.tokens * model.hidden)
         inner += 4 * shape.tokens * model.shared_ffn / shape.tp
-    if shape.recompute == "attention":
+    if shape.recompute.endswith("attention"):
         inner, heads = 0.0, heads / 2
     numbers = 2 * stream + 2 * shape.tokens * model.hidden + heads + inner
     return numbers * operations.WIDTH[shape.dtype]

@@ -124,9 +124,8 @@ class World(DeviceMemory):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
-            result = _with_generator(func, args, kwargs or {})
-            self.see_all(result)
-            return result
+            with self:
+                return _with_generator(func, args, kwargs or {})
         if func is fake_tensors.DEVICE_OF:
             fake = isinstance(args[0], FakeTensor)
             return fake_tensors.device_in_cpp(args[0]) if fake else fake_tensors.DEVICE_OF(args[0])

@@ -147,7 +147,7 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction], title: str 
     return table([mark, *columns], plans, title)
 
 
-_KEPT = {"attention": ", attn", "every-2nd-matmul": ", 2nd"}
+_KEPT = {"core-attention": ", core", "attention": ", attn", "every-2nd-matmul": ", 2nd"}
 
 
 def _recomputation(layout: ResolvedParallel) -> str:
