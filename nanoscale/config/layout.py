@@ -81,7 +81,7 @@ def keeps_frozen_whole(config: ResolvedConfig) -> bool:
 # --- pipeline stages ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScheduleRule:
     """A row of the table of pipeline schedules."""
 

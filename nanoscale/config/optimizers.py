@@ -18,7 +18,7 @@ KEYS = ("beta1", "beta2", "eps", "momentum")
 """The keys of `optimizer` that not every update reads."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateRule:
     """A row of the table: what an optimizer reads, keeps and needs."""
 

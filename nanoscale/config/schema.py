@@ -55,23 +55,25 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+def optional(meaning: str, **about: Any) -> Any:
+    """Declare a key that is null unless it is set."""
+    return key(None, meaning, **about)
+
+
 @dataclass(frozen=True)
 class Run:
     """One job in its run directory."""
 
-    name: str | None = key(
-        None, "name of the run and of its directory; null: the recipe's name and the time"
+    name: str | None = optional(
+        "name of the run and of its directory; null: the recipe's name and the time"
     )
     root: str = key("runs", "folder that holds the run directories", path=True)
     tags: list[str] = key([], "words that name what belongs together; trackers show them")
-    from_run: str | None = key(
-        None,
-        "run, by its name or folder, whose weights this new one begins with, at step 1 and with the first data",
+    from_run: str | None = optional(
+        "run, by its name or folder, whose weights this new one begins with, at step 1 and with the first data"
     )
-    from_step: int | None = key(
-        None,
-        "from_run: the step of the checkpoint; null: the newest, which is recorded",
-        at_least=1,
+    from_step: int | None = optional(
+        "from_run: the step of the checkpoint; null: the newest, which is recorded", at_least=1
     )
     from_optimizer: bool = key(
         False, "from_run: take its weights of the last step and the optimizer's moments too"
@@ -127,25 +129,22 @@ class Model:
     layers: int = key(8, "transformer blocks", at_least=1, at_most=10_000)
     hidden: int = key(64, "width of the residual stream", at_least=1)
     heads: int = key(8, "query heads", at_least=1)
-    kv_heads: int | None = key(None, "key and value heads; null: as many as heads", at_least=1)
-    head_dim: int | None = key(None, "width of a head; null: hidden / heads", at_least=1)
-    kv_rank: int | None = key(
-        None,
+    kv_heads: int | None = optional("key and value heads; null: as many as heads", at_least=1)
+    head_dim: int | None = optional("width of a head; null: hidden / heads", at_least=1)
+    kv_rank: int | None = optional(
         "width of the latent that keys and values are computed from (MLA, as in DeepSeek-V3); null: no latent",
         at_least=1,
     )
-    q_rank: int | None = key(
-        None,
-        "kv_rank: width of the latent that queries are computed from; null: no latent",
-        at_least=1,
+    q_rank: int | None = optional(
+        "kv_rank: width of the latent that queries are computed from; null: no latent", at_least=1
     )
     rope_head_dim: int = key(
         64,
         "kv_rank: numbers of a head that are rotated; all heads share the keys' rotated numbers",
         at_least=2,
     )
-    v_head_dim: int | None = key(
-        None, "kv_rank: width of a head's values; null: head_dim", at_least=1
+    v_head_dim: int | None = optional(
+        "kv_rank: width of a head's values; null: head_dim", at_least=1
     )
     ffn: int = key(
         128, "inner width of the feed-forward block; with experts, of each expert", at_least=1
@@ -214,9 +213,8 @@ class Model:
     )
     position: Literal["rope", "learned"] = key("rope", "encoding of positions")
     rope_theta: float = key(500000.0, "base of the rotary frequencies", at_least=1)
-    rope_scaling: RopeScaling | None = key(None, "long-context scaling; null: none")
-    rope_theta_local: float | None = key(
-        None,
+    rope_scaling: RopeScaling | None = optional("long-context scaling; null: none")
+    rope_theta_local: float | None = optional(
         "base of the layers with a window, which are not scaled; null: rope_theta, scaled",
         at_least=1,
     )
@@ -235,23 +233,22 @@ class Model:
     qk_norm_whole: bool = key(
         False, "qk_norm: over all heads at once, with a weight for each number, as in OLMo-2"
     )
-    attention_scale: float | None = key(
-        None, "factor of attention's scores; null: 1/√head_dim", at_least=0
+    attention_scale: float | None = optional(
+        "factor of attention's scores; null: 1/√head_dim", at_least=0
     )
-    attention_softcap: float | None = key(
-        None, "bound c of attention's scores, as c · tanh(score / c); null: none", at_least=1e-3
+    attention_softcap: float | None = optional(
+        "bound c of attention's scores, as c · tanh(score / c); null: none", at_least=1e-3
     )
     attention_sinks: bool = key(
         False, "a learned score of each head that takes a part of attention, as in gpt-oss"
     )
-    logit_softcap: float | None = key(
-        None, "bound c of the logits, as c · tanh(logit / c); null: none", at_least=1e-3
+    logit_softcap: float | None = optional(
+        "bound c of the logits, as c · tanh(logit / c); null: none", at_least=1e-3
     )
     embed_scale: float = key(1.0, "factor of the embedding's rows", at_least=0)
     residual_scale: float = key(1.0, "factor of what a block adds to the stream", at_least=0)
     logit_scale: float = key(1.0, "factor of the logits", at_least=0)
-    sliding_window: int | None = key(
-        None,
+    sliding_window: int | None = optional(
         "tokens that attention covers, the current one included; null: all",
         unit="tokens",
         at_least=1,
@@ -264,8 +261,7 @@ class Model:
     )
     tie_embeddings: bool = key(False, "output head shares the embedding's weights")
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
-    init_from: str | None = key(
-        None,
+    init_from: str | None = optional(
         "folder or hub name of a Hugging Face model whose weights and shape to start from, or a run, by its "
         "name or folder, which becomes run.from_run; null: random weights",
         path=True,
@@ -278,8 +274,7 @@ class Model:
         "hf: config.json of model.name; a value that is set here wins over the file's",
         executes="model.trust_remote_code",
     )
-    parameters: int | None = key(
-        None,
+    parameters: int | None = optional(
         "hf, hooks: number of parameters, counted before the launch; null: not counted yet",
         at_least=1,
     )
@@ -376,14 +371,12 @@ class Lora:
         "whole",
         "frozen weights of the blocks' linear layers; nf4: in 4 bits, whole on each rank (QLoRA)",
     )
-    targets: list[str] | None = key(
-        None,
+    targets: list[str] | None = optional(
         "layers with an adapter: wq wk wv wo gate up down, or with model=hf their names there; null: all "
-        "linear layers, with experts of nanoscale's own model attention's",
+        "linear layers, with experts of nanoscale's own model attention's"
     )
 
-    init_from: str | None = key(
-        None,
+    init_from: str | None = optional(
         "PEFT folder whose adapters are the initial ones; model.init_from=FOLDER sets it, and rank, alpha, "
         "rslora, dora and targets; null: random A, and B = 0",
         path=True,
@@ -464,8 +457,7 @@ class Parallel:
         "with the other schedules; auto: 1 or 2",
         at_least=1,
     )
-    layers_per_stage: list[int] | None = key(
-        None,
+    layers_per_stage: list[int] | None = optional(
         "blocks of every (virtual) stage, in order; the first and the last may have 0; null: divided by cost",
         at_least=0,
     )
@@ -475,8 +467,7 @@ class Parallel:
         "groups of √layers blocks",
         planned=True,
     )
-    activation_memory: float | None = key(
-        None,
+    activation_memory: float | None = optional(
         "share of the device's memory without states and work space that stored activations may fill: the "
         "plan chooses what is recomputed; null: the keys set it",
         at_least=0.01,
@@ -556,7 +547,7 @@ class Zero:
     offload_param: Literal["none", "cpu", "nvme"] = key(
         "none", "stage 3: where the parameter shards are stored; nvme: deepspeed"
     )
-    nvme_path: str | None = key(None, "deepspeed: folder for states offloaded to nvme", path=True)
+    nvme_path: str | None = optional("deepspeed: folder for states offloaded to nvme", path=True)
     hpz: int = key(
         1,
         "deepspeed, stage 3: ranks of a second, closer sharding of parameters (ZeRO++); 1: none",
@@ -633,7 +624,7 @@ class ParameterGroup:
 
     match: str = key("", "pattern of names in the whole model, in which `*` stands for any text")
     lr_factor: float = key(1.0, "multiple of the learning rate", at_least=0)
-    weight_decay: float | None = key(None, "weight decay; null: as without the group", at_least=0)
+    weight_decay: float | None = optional("weight decay; null: as without the group", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -661,8 +652,7 @@ class Optimizer:
     moments_dtype: Literal["params", "bf16"] = key(
         "params", "adamw: dtype of its moments, the weights' dtype or bf16 with stochastic rounding"
     )
-    ema_decay: float | None = key(
-        None,
+    ema_decay: float | None = optional(
         "decay of an exponential moving average of the weights in each step, which is evaluated and exported "
         "in their place; null: none",
         at_least=0,
@@ -673,8 +663,7 @@ class Optimizer:
         "parameters with values of their own, each NAME: {match, lr_factor, weight_decay}; match is a pattern "
         "of names such as *norm*, and the first group that matches counts",
     )
-    qk_clip: float | None = key(
-        None,
+    qk_clip: float | None = optional(
         "largest attention score: after a step, heads with a larger one get smaller weights of queries and "
         "keys, as in Kimi K2 (100); null: no limit",
         at_least=1e-3,
@@ -700,12 +689,11 @@ class Scheduler:
         at_least=0,
         scaled="decimal",
     )
-    decay_steps: int | None = key(
-        None, "wsd: steps of the final decay; null: a tenth of all", unit="steps", at_least=0
+    decay_steps: int | None = optional(
+        "wsd: steps of the final decay; null: a tenth of all", unit="steps", at_least=0
     )
     min_ratio: float = key(0.1, "final learning rate / peak learning rate", at_least=0, at_most=1)
-    warmup: float | None = key(
-        None,
+    warmup: float | None = optional(
         "warm-up: below 1 a share of the steps, from 1 on steps, as warmup_steps; null: warmup_steps",
         at_least=0,
     )
@@ -715,9 +703,9 @@ class Scheduler:
 class DataSource:
     """One source of tokens: an entry of `data.mixture`."""
 
-    path: str | None = key(None, "its files, as in data.path", path=True)
-    weight: float | None = key(None, "its share; null: by its size, as for all others", at_least=0)
-    valid_path: str | None = key(None, "its validation files, as in data.valid_path", path=True)
+    path: str | None = optional("its files, as in data.path", path=True)
+    weight: float | None = optional("its share; null: by its size, as for all others", at_least=0)
+    valid_path: str | None = optional("its validation files, as in data.valid_path", path=True)
 
 
 @dataclass(frozen=True)
@@ -730,14 +718,13 @@ class Data:
         "`nanoscale data prepare` · datatrove: a .ds · npy: raw tokens, as of OLMo, or numpy.save · "
         "random: tokens drawn from train.seed, without files · hooks: data() of hooks.path",
     )
-    path: str | None = key(
-        None,
+    path: str | None = optional(
         "megatron: path of the .bin and .idx, without the ending, or of a prepared folder, which also "
         "says valid_path and tokenizer, or a file of texts or chats · datatrove, npy: path of the file",
         path=True,
     )
-    valid_path: str | None = key(
-        None, "validation files, in the format of path; then nothing of path is held out", path=True
+    valid_path: str | None = optional(
+        "validation files, in the format of path; then nothing of path is held out", path=True
     )
     mixture: dict[str, DataSource] = key(
         {},
@@ -754,8 +741,8 @@ class Data:
     valid_fraction: float = key(
         0.02, "share of the tokens held out, whole documents from the end", at_least=0, at_most=0.9
     )
-    eos: int | None = key(
-        None, "npy: id of the token that ends a document, which the file does not say", at_least=0
+    eos: int | None = optional(
+        "npy: id of the token that ends a document, which the file does not say", at_least=0
     )
     packing: Literal["stream", "whole"] = key(
         "stream",
@@ -766,8 +753,7 @@ class Data:
         False,
         "attention stays within a document, and positions restart with each; always true with packing=whole",
     )
-    document_length: int | None = key(
-        None,
+    document_length: int | None = optional(
         "document_mask: length of documents that plan and rehearsal assume; null: train.seq_len",
         unit="tokens",
         at_least=1,
@@ -777,11 +763,10 @@ class Data:
         "tokens with a loss: all, or the answers of chats · auto: answers if path marks them, as "
         "`nanoscale data prepare --chat` does",
     )
-    cache_dir: str | None = key(
-        None, "folder of prepared corpora; null: nanoscale/ in the user's cache folder", path=True
+    cache_dir: str | None = optional(
+        "folder of prepared corpora; null: nanoscale/ in the user's cache folder", path=True
     )
-    prepare_cores: int | None = key(
-        None,
+    prepare_cores: int | None = optional(
         "cores of the launcher's host that prepare large texts beside the training; null: a quarter",
         at_least=1,
     )
@@ -814,8 +799,8 @@ class Checkpoint:
         "number of newest checkpoints to keep; null: all, except that only the newest saved by time is kept",
         at_least=1,
     )
-    keep_every: int | None = key(
-        None, "also keep checkpoints of steps that are a multiple of this", unit="steps", at_least=1
+    keep_every: int | None = optional(
+        "also keep checkpoints of steps that are a multiple of this", unit="steps", at_least=1
     )
     keep_best: int = key(
         0,
@@ -833,10 +818,9 @@ class Checkpoint:
         "copy the state to host memory and write it while the training continues; after a crash "
         "during the write, the previous checkpoint remains",
     )
-    upload: str | None = key(
-        None,
+    upload: str | None = optional(
         "address below which checkpoints are uploaded during the training: s3://bucket/prefix, "
-        "gs://bucket/prefix or file:///folder; resume fetches the newest one if the disk has none",
+        "gs://bucket/prefix or file:///folder; resume fetches the newest one if the disk has none"
     )
     at_end: bool = key(True, "save when the training completes")
     at_stop: bool = key(True, "save when asked to stop (Ctrl-C, SIGTERM)")
@@ -846,42 +830,41 @@ class Checkpoint:
 class Peaks:
     """The maker's peaks of dense matrix products, without sparsity; null: not supported in that type."""
 
-    fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0.001)
-    fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0.001)
-    tf32: float | None = key(
-        None, "peak in TF32; null: the peak in fp32", unit="TFLOP/s", at_least=0.001
+    fp64: float | None = optional("peak in fp64", unit="TFLOP/s", at_least=0.001)
+    fp32: float | None = optional("peak in fp32, not TF32", unit="TFLOP/s", at_least=0.001)
+    tf32: float | None = optional(
+        "peak in TF32; null: the peak in fp32", unit="TFLOP/s", at_least=0.001
     )
-    fp16: float | None = key(None, "peak in fp16", unit="TFLOP/s", at_least=0.001)
-    bf16: float | None = key(None, "peak in bf16", unit="TFLOP/s", at_least=0.001)
-    fp8: float | None = key(None, "peak in 8 bits", unit="TFLOP/s", at_least=0.001)
+    fp16: float | None = optional("peak in fp16", unit="TFLOP/s", at_least=0.001)
+    bf16: float | None = optional("peak in bf16", unit="TFLOP/s", at_least=0.001)
+    fp8: float | None = optional("peak in 8 bits", unit="TFLOP/s", at_least=0.001)
 
 
 @dataclass(frozen=True)
 class Reached:
     """The speed of the maker's libraries, hot and with random numbers; null: a usual share of the peak."""
 
-    matmul: float | None = key(
-        None, "share of the peak that large products reach in 16 bits or more", at_least=0.001
+    matmul: float | None = optional(
+        "share of the peak that large products reach in 16 bits or more", at_least=0.001
     )
-    matmul_fp8: float | None = key(
-        None, "share of the peak that large products reach in 8 bits", at_least=0.001
+    matmul_fp8: float | None = optional(
+        "share of the peak that large products reach in 8 bits", at_least=0.001
     )
-    attention: float | None = key(
-        None,
+    attention: float | None = optional(
         "share of the 16-bit peak that FlashAttention reaches forward with long sequences",
         at_least=0.001,
     )
-    attention_cudnn: float | None = key(
-        None, "the same for cuDNN's attention; null: PyTorch does not choose it", at_least=0.001
+    attention_cudnn: float | None = optional(
+        "the same for cuDNN's attention; null: PyTorch does not choose it", at_least=0.001
     )
-    memory: float | None = key(
-        None, "share of the memory bandwidth that element-wise kernels reach", at_least=0.001
+    memory: float | None = optional(
+        "share of the memory bandwidth that element-wise kernels reach", at_least=0.001
     )
-    intra_host: float | None = key(
-        None, "share of intra_host_gbs that collectives reach", at_least=0.001
+    intra_host: float | None = optional(
+        "share of intra_host_gbs that collectives reach", at_least=0.001
     )
-    inter_host: float | None = key(
-        None, "share of inter_host_gbs that collectives reach", at_least=0.001
+    inter_host: float | None = optional(
+        "share of inter_host_gbs that collectives reach", at_least=0.001
     )
 
 
@@ -889,93 +872,83 @@ class Reached:
 class Cluster:
     """The hardware; what is null is looked up by the device's name."""
 
-    device: str | None = key(
-        None, "option of this group or your own name; null: the devices of this machine"
+    device: str | None = optional(
+        "option of this group or your own name; null: the devices of this machine"
     )
     recognised: list[str] = key([], "names that drivers report for this device, without its maker")
-    devices_per_host: int | None = key(None, "devices in a host", at_least=1)
-    hosts: int | None = key(None, "number of hosts; null: as many as the layout needs", at_least=1)
-    island: int | None = key(
-        None, "devices that the fast links join; null: the devices of a host", at_least=1
+    devices_per_host: int | None = optional("devices in a host", at_least=1)
+    hosts: int | None = optional("number of hosts; null: as many as the layout needs", at_least=1)
+    island: int | None = optional(
+        "devices that the fast links join; null: the devices of a host", at_least=1
     )
-    pod: int | None = key(
-        None, "hosts that the network joins at inter_host_gbs; null: all of them", at_least=1
+    pod: int | None = optional(
+        "hosts that the network joins at inter_host_gbs; null: all of them", at_least=1
     )
-    memory_gib: float | None = key(
-        None, "memory of a device, as torch sees it", unit="GiB", at_least=0.001
+    memory_gib: float | None = optional(
+        "memory of a device, as torch sees it", unit="GiB", at_least=0.001
     )
-    context_gib: float | None = key(
-        None,
+    context_gib: float | None = optional(
         "device memory that CUDA, libraries and NCCL use outside torch's allocator",
         unit="GiB",
         at_least=0,
     )
-    memory_gbs: float | None = key(
-        None, "bandwidth of a device's memory", unit="GB/s", at_least=0.001
+    memory_gbs: float | None = optional(
+        "bandwidth of a device's memory", unit="GB/s", at_least=0.001
     )
-    multiprocessors: int | None = key(
-        None,
-        "multiprocessors of a device; each computes one tile of a product at a time",
-        at_least=1,
+    multiprocessors: int | None = optional(
+        "multiprocessors of a device; each computes one tile of a product at a time", at_least=1
     )
-    compute_capability: float | None = key(
-        None, "CUDA's compute capability, such as 9.0; null: 9.0, or no CUDA device", at_least=1
+    compute_capability: float | None = optional(
+        "CUDA's compute capability, such as 9.0; null: 9.0, or no CUDA device", at_least=1
     )
-    peak_tflops: float | None = key(
-        None,
+    peak_tflops: float | None = optional(
         "dense peak of one device at the trained precision; null: from peaks",
         unit="TFLOP/s",
         at_least=0.001,
     )
     peaks: Peaks = field(default_factory=Peaks)
     reached: Reached = field(default_factory=Reached)
-    intra_host_gbs: float | None = key(
-        None,
+    intra_host_gbs: float | None = optional(
         "bandwidth of the fast links (NVLink, xGMI, PCIe), per device and direction",
         unit="GB/s",
         at_least=0.001,
     )
-    intra_host_us: float | None = key(
-        None, "latency of a step over the fast links", unit="µs", at_least=0
+    intra_host_us: float | None = optional(
+        "latency of a step over the fast links", unit="µs", at_least=0
     )
-    inter_host_gbs: float | None = key(
-        None,
+    inter_host_gbs: float | None = optional(
         "bandwidth of the network between hosts, per device and direction",
         unit="GB/s",
         at_least=0.001,
     )
-    inter_host_us: float | None = key(
-        None, "latency of a step over the network", unit="µs", at_least=0
+    inter_host_us: float | None = optional(
+        "latency of a step over the network", unit="µs", at_least=0
     )
-    inter_pod_gbs: float | None = key(
-        None,
+    inter_pod_gbs: float | None = optional(
         "bandwidth of the network between pods, per device and direction; null: as between hosts",
         unit="GB/s",
         at_least=0.001,
     )
-    host_link_gbs: float | None = key(
-        None,
+    host_link_gbs: float | None = optional(
         "bandwidth of the link to host memory, per device and direction",
         unit="GB/s",
         at_least=0.001,
     )
-    host_memory_gib: float | None = key(None, "memory of a host", unit="GiB", at_least=0.001)
-    host_memory_gbs: float | None = key(
-        None, "bandwidth of a host's memory", unit="GB/s", at_least=0.001
+    host_memory_gib: float | None = optional("memory of a host", unit="GiB", at_least=0.001)
+    host_memory_gbs: float | None = optional(
+        "bandwidth of a host's memory", unit="GB/s", at_least=0.001
     )
-    price: float | None = key(
-        None, "price of a device per hour, in any currency; null: no costs are shown", at_least=0
+    price: float | None = optional(
+        "price of a device per hour, in any currency; null: no costs are shown", at_least=0
     )
     reference: list[str] = key(
         [], "overrides of cluster with which `plan` plans a recipe where there is no GPU"
     )
-    efficiency: str | None = key(
-        None,
+    efficiency: str | None = optional(
         "file of efficiencies learned by `nanoscale plan --calibrate`; null: the assumed ones",
         path=True,
     )
-    python: str | None = key(
-        None,
+    python: str | None = optional(
         "Python interpreter on the other hosts, with nanoscale installed; null: the path of this one",
         executes=True,
         path=True,
@@ -991,8 +964,8 @@ LauncherName = Literal["local", "ssh", "pdsh", BatchName, "env", "kubernetes", "
 class BatchOptions:
     """The settings that all batch systems have."""
 
-    account: str | None = key(None, "account or project to charge")
-    time: str | None = key(None, "time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
+    account: str | None = optional("account or project to charge")
+    time: str | None = optional("time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
     setup: list[str] = key(
         [], "shell lines to run first in the batch script, as in `module load`", executes=True
     )
@@ -1013,9 +986,9 @@ class BatchOptions:
 class BatchSettings(BatchOptions):
     """The settings of launcher=pbs and lsf; null or empty: the site's default."""
 
-    queue: str | None = key(None, "queue")
-    resources: str | None = key(
-        None, "resources of a node: pbs, as in `ncpus=64:ngpus=8`; lsf, the value of -gpu"
+    queue: str | None = optional("queue")
+    resources: str | None = optional(
+        "resources of a node: pbs, as in `ncpus=64:ngpus=8`; lsf, the value of -gpu"
     )
 
 
@@ -1023,12 +996,12 @@ class BatchSettings(BatchOptions):
 class Slurm(BatchOptions):
     """The settings of launcher=slurm; null or empty: the site's default."""
 
-    partition: str | None = key(None, "partition, or several with commas")
-    qos: str | None = key(None, "quality of service")
+    partition: str | None = optional("partition, or several with commas")
+    qos: str | None = optional("quality of service")
     exclusive: bool = key(True, "use nodes exclusively")
-    constraint: str | None = key(None, "features that the nodes must have")
-    gpus: str | None = key(
-        None, "value of --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
+    constraint: str | None = optional("features that the nodes must have")
+    gpus: str | None = optional(
+        "value of --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
     )
 
 
@@ -1054,24 +1027,22 @@ class Launcher:
     threads: int | Literal["auto"] = key(
         "auto", "CPU threads per rank; auto: the cores divided among the ranks", at_least=1
     )
-    hostfile: str | None = key(
-        None,
+    hostfile: str | None = optional(
         "file of hosts, each line `HOST slots=N`; implies launcher=ssh unless a launcher is chosen",
         executes=True,
         path=True,
     )
-    include: str | None = key(
-        None, "use these hosts or slots only: `h1@h2:0,2`, without users, IPv6 in brackets"
+    include: str | None = optional(
+        "use these hosts or slots only: `h1@h2:0,2`, without users, IPv6 in brackets"
     )
-    exclude: str | None = key(None, "use all hosts and slots but these: `h1@h2:0,2`")
-    exclude_file: str | None = key(None, "file of hosts that are never used, one a line", path=True)
-    nodes: int | str | None = key(
-        None,
+    exclude: str | None = optional("use all hosts and slots but these: `h1@h2:0,2`")
+    exclude_file: str | None = optional("file of hosts that are never used, one a line", path=True)
+    nodes: int | str | None = optional(
         "hosts to use: N, the first of the hostfile; or 'MIN:MAX', an elastic job that continues "
-        "while MIN hosts are left; null: all",
+        "while MIN hosts are left; null: all"
     )
-    master_addr: str | None = key(
-        None, "address at which the other hosts reach the first; null: its name in the hostfile"
+    master_addr: str | None = optional(
+        "address at which the other hosts reach the first; null: its name in the hostfile"
     )
     master_port: int | Literal["auto"] = key(
         "auto", "rendezvous port on the first host; auto: a free one", at_least=1, at_most=65535
@@ -1079,23 +1050,20 @@ class Launcher:
     max_restarts: int = key(
         0, "automatic restarts from the newest checkpoint after a failure", at_least=0
     )
-    exclude_stragglers: float | None = key(
-        None,
+    exclude_stragglers: float | None = optional(
         "least slowdown by a host at which an elastic job on CPUs leaves it out, as 1.3; null: never",
         at_least=1,
     )
     mtbf_hours: float = key(
         5700.0, "mean time between failures of one host, for plans", unit="h", at_least=0.001
     )
-    notify: str | None = key(
-        None,
+    notify: str | None = optional(
         "name of the environment variable with the http address that gets each change of the run's state, as "
-        "SLACK_WEBHOOK; null: nobody",
+        "SLACK_WEBHOOK; null: nobody"
     )
-    notice: str | None = key(
-        None,
+    notice: str | None = optional(
         "source of a notice that a host will be taken away, upon which the run saves and stops: aws, gcp, "
-        "azure, a file that appears, or a URL that answers 200 with a body; null: none",
+        "azure, a file that appears, or a URL that answers 200 with a body; null: none"
     )
     stop_grace_s: float = key(
         120.0, "time for a clean stop before all processes are killed", unit="s", at_least=0
@@ -1119,8 +1087,8 @@ class Launcher:
         executes=True,
     )
     env: dict[str, Any] = key({}, "environment variables to set for the ranks", executes=True)
-    container: str | None = key(
-        None, "image that agents and ranks run in; null: none", executes=True, path=True
+    container: str | None = optional(
+        "image that agents and ranks run in; null: none", executes=True, path=True
     )
     container_runtime: Literal["auto", "pyxis", "docker", "apptainer"] = key(
         "auto", "program that runs the image on hosts; auto: pyxis with slurm, otherwise docker"
@@ -1148,14 +1116,13 @@ class Logger:
         "off", "Weights & Biases; offline: only write its files, which `wandb sync` uploads later"
     )
     mlflow: Literal["off", "on"] = key("off", "record in MLflow")
-    mlflow_uri: str | None = key(
-        None,
+    mlflow_uri: str | None = optional(
         "MLflow's server or database; null: MLFLOW_TRACKING_URI, else the file mlflow.db in run.root",
         path=True,
     )
     project: str = key("nanoscale", "the project in Weights & Biases and the experiment in MLflow")
-    wandb_entity: str | None = key(
-        None, "the user or team in Weights & Biases; null: the default of the API key"
+    wandb_entity: str | None = optional(
+        "the user or team in Weights & Biases; null: the default of the API key"
     )
 
 
@@ -1163,8 +1130,7 @@ class Logger:
 class Profile:
     """The profiling of some steps, into the run's profile/ folder."""
 
-    steps: int | str | list[int] | None = key(
-        None,
+    steps: int | str | list[int] | None = optional(
         "steps to record: 10, '10-12' (inclusive) or [10,20], counted over the whole run; each "
         "range is one trace of torch.profiler, on a GPU with a memory snapshot; null: none",
         unit="steps",
@@ -1184,11 +1150,10 @@ class StopWhen:
         at_least=0,
     )
     min_delta: float = key(0.0, "a loss counts as lower if it is so by more than this", at_least=0)
-    eval_loss: float | None = key(
-        None, "the training completes when the evaluation loss is at most this; null: no limit"
+    eval_loss: float | None = optional(
+        "the training completes when the evaluation loss is at most this; null: no limit"
     )
-    last_step: int | None = key(
-        None,
+    last_step: int | None = optional(
         "the training completes after this step, and the learning rate's schedule still ends at train.steps; "
         "null: no limit",
         unit="steps",
@@ -1200,38 +1165,35 @@ class StopWhen:
 class PhaseSettings:
     """Some steps of a training, with values of their own: an entry of `train.phases`."""
 
-    until: int | None = key(None, "its last step; null in the last phase", scaled="decimal")
-    until_tokens: int | None = key(
-        None, "tokens after which it ends, in place of until", at_least=1, scaled="decimal"
+    until: int | None = optional("its last step; null in the last phase", scaled="decimal")
+    until_tokens: int | None = optional(
+        "tokens after which it ends, in place of until", at_least=1, scaled="decimal"
     )
-    lr: float | None = key(None, "piecewise: multiple of the peak rate at its end", at_least=0)
-    global_batch: int | None = key(None, "null: train.global_batch", scaled="decimal")
-    seq_len: int | None = key(None, "null: train.seq_len", unit="tokens", scaled="binary")
-    weights: dict[str, float] | None = key(None, "weights of the sources; null: of data.mixture")
+    lr: float | None = optional("piecewise: multiple of the peak rate at its end", at_least=0)
+    global_batch: int | None = optional("null: train.global_batch", scaled="decimal")
+    seq_len: int | None = optional("null: train.seq_len", unit="tokens", scaled="binary")
+    weights: dict[str, float] | None = optional("weights of the sources; null: of data.mixture")
 
 
 @dataclass(frozen=True)
 class Train:
     """The length, the batches and the intervals of the training."""
 
-    steps: int | None = key(
-        None,
+    steps: int | None = optional(
         "optimizer steps; null: from train.tokens or train.epochs",
         unit="steps",
         at_least=1,
         at_most=10**12,
         scaled="decimal",
     )
-    tokens: int | None = key(
-        None,
+    tokens: int | None = optional(
         "tokens to train on, rounded up to whole steps; excludes train.steps",
         unit="tokens",
         at_least=1,
         at_most=10**18,
         scaled="decimal",
     )
-    epochs: float | None = key(
-        None,
+    epochs: float | None = optional(
         "how often the samples of one file are seen, rounded up to whole steps; excludes train.steps and "
         "train.tokens. On a small file a recipe's global_batch is halved until there are 10 steps",
         unit="epochs",
@@ -1273,11 +1235,11 @@ class Train:
         [],
         "lm-eval tasks that every evaluation runs as well; tasks that score given answers, or whole texts",
     )
-    eval_tasks_dir: str | None = key(
-        None, "folder with more tasks for train.eval_tasks, which may have code", executes=True
+    eval_tasks_dir: str | None = optional(
+        "folder with more tasks for train.eval_tasks, which may have code", executes=True
     )
-    eval_tasks_limit: int | None = key(
-        None, "documents of each task per evaluation; null: all", at_least=1
+    eval_tasks_limit: int | None = optional(
+        "documents of each task per evaluation; null: all", at_least=1
     )
     gc_every: int = key(
         50,
@@ -1309,8 +1271,7 @@ class Train:
         "· distill: of all tokens and the likely ones of train.teacher · hooks: of every token, by loss() of "
         "hooks.path · classify: of a text's label (model=hf)",
     )
-    teacher: str | None = key(
-        None,
+    teacher: str | None = optional(
         "distill: folder or hub name of a Hugging Face model whose likely tokens are stored before step 1",
         path=True,
     )
@@ -1342,8 +1303,8 @@ class Train:
         at_least=0.001,
         at_most=1,
     )
-    mask_token: int | None = key(
-        None, "masked: the id of the token that hides others, as 103 of BERT", at_least=0
+    mask_token: int | None = optional(
+        "masked: the id of the token that hides others, as 103 of BERT", at_least=0
     )
     z_loss: float = key(
         0.0,
@@ -1356,7 +1317,7 @@ class Train:
     sample_tokens: int = key(
         0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0
     )
-    labels: int | None = key(None, "classify: the number of classes", at_least=2)
+    labels: int | None = optional("classify: the number of classes", at_least=2)
 
     @property
     def is_paired(self) -> bool:
@@ -1403,8 +1364,7 @@ class Train:
 class Guard:
     """The detection of wrong computation while a run trains."""
 
-    every: int | None = key(
-        None,
+    every: int | None = optional(
         "steps between comparisons of tensors that several ranks hold equally, in addition to one before each "
         "checkpoint; null: only before checkpoints; 0: never",
         unit="steps",
@@ -1416,14 +1376,12 @@ class Guard:
 class Hooks:
     """Own code in the place of nanoscale's: a model, a loss, an optimizer, data, and what follows a step."""
 
-    path: str | None = key(
-        None,
+    path: str | None = optional(
         "Python file with functions of these names; a run keeps a copy; null: none",
         executes=True,
         path=True,
     )
-    sha256: str | None = key(
-        None,
+    sha256: str | None = optional(
         "path: the digest that it must have, in hexadecimal digits; null: any, which is recorded",
         executes=True,
     )

@@ -76,7 +76,7 @@ def piecewise(train: Train, step: int) -> float:
     return start + (phase.lr - start) * (step - phase.first) / max(1, last - phase.first)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecayRule:
     """A row of the table: the decay after the warm-up."""
 

@@ -45,13 +45,16 @@ class Column:
     """A column of a table."""
 
     header: str
-    text: Callable[[Any], str]
-    """The cell of a row."""
+    text: Callable[[Any], str] | str
+    """Returns the cell of a row, or names the value that is the cell."""
     is_text: bool = False
     """False: numbers, which are aligned to the right, unless the column is the first."""
     optional: int = 0
     """The most lines for a name in the first column: the column is left out rather than break a name into
     more; the least is left out first. 0: the column stays. A page on a phone lacks all optional columns."""
+
+    def cell(self, row: Any) -> str:
+        return str(row[self.text]) if isinstance(self.text, str) else self.text(row)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Report:
 def table(columns: Sequence[Column], rows: Iterable[Any], title: str = "") -> Table:
     """Return a table of rows, each cell from its column."""
     texts = [column.header for column in columns if column.is_text]
-    cells = [[column.text(row) for column in columns] for row in rows]
+    cells = [[column.cell(row) for column in columns] for row in rows]
     optional = {it.header: it.optional for it in columns if it.optional}
     ordered = dict(sorted(optional.items(), key=lambda pair: pair[1]))
     return Table([column.header for column in columns], cells, title, texts, ordered)

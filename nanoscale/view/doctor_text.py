@@ -20,8 +20,8 @@ _FEW_HOSTS = 4
 _FEW_FIGURES = 6
 """Up to this many hosts or pairs are shown with their bandwidth, or the slowest of more."""
 _COLUMNS = {
-    "operation": Column("collective", lambda row: row["operation"], is_text=True),
-    "host": Column("host", lambda row: row["host"], is_text=True),
+    "operation": Column("collective", "operation", is_text=True),
+    "host": Column("host", "host", is_text=True),
     "ends": Column("between", lambda row: " – ".join(row["ends"]), is_text=True),
     "bytes": Column("size", lambda row: byte_size(row["bytes"])),
     "latency_us": Column("latency µs", lambda row: f"{row['latency_us']:,.0f}"),

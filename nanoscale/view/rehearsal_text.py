@@ -13,13 +13,13 @@ _ERROR_LINES = 40
 _BAR = 30
 """Characters of the highest phase's bar."""
 _RANKS = (
-    Column("rank", lambda rank: str(rank["rank"])),
+    Column("rank", "rank"),
     Column("for", lambda rank: f"{rank['stands_for']:,}", optional=1),
     Column("allocated", lambda rank: byte_size(rank["allocated"])),
     Column("reserved", lambda rank: byte_size(rank["reserved"])),
     Column("host", lambda rank: byte_size(rank["host"]), optional=1),
     Column("checkpoint", lambda rank: byte_size(rank["checkpoint"].get("bytes", 0)), optional=1),
-    Column("highest in", lambda rank: rank["peak_phase"], is_text=True),
+    Column("highest in", "peak_phase", is_text=True),
 )
 _COLLECTIVES = (
     Column("collectives of a step", lambda row: f"{row['axis']}: {row['kind']}"),
@@ -33,7 +33,7 @@ _KERNELS = (
     Column("kernels that move most bytes", lambda row: row["name"].removeprefix("triton_")),
     Column("times", lambda row: f"{row['times']:,}"),
     Column("bytes of one", lambda row: byte_size(row["bytes"])),
-    Column("registers", lambda row: str(row["registers"])),
+    Column("registers", "registers"),
     Column("shared", lambda row: byte_size(row["shared"]), optional=1),
     Column("reads twice", lambda row: str(len(row["reads_again"]) or ""), optional=2),
     Column("at", lambda row: ", ".join(row["lines"][:2]), is_text=True, optional=1),
@@ -99,7 +99,7 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
 
 
 _OPERATIONS = (
-    Column("most expensive operations of a step", lambda row: row["what"]),
+    Column("most expensive operations of a step", "what"),
     Column("times", lambda row: f"{row['count']:,}"),
     Column("together", lambda row: duration(row["seconds"])),
 )

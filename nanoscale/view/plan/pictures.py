@@ -185,7 +185,7 @@ def _legend(timeline: Timeline, width: int) -> Text:
 # --- the visible part of the step -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Window:
     """A span of the step, in seconds."""
 

@@ -293,7 +293,7 @@ def _curve_lines(about: Document, width: int) -> str:
 
 
 _COMPARED = (
-    Column("", lambda row: row["what"]),
+    Column("", "what"),
     Column("predicted", lambda row: figure(row["predicted"], row["unit"])),
     Column("measured", lambda row: figure(row["measured"], row["unit"]) or "not known"),
     Column("difference", lambda row: "" if row["error"] is None else f"{row['error']:+.1%}"),
@@ -311,8 +311,8 @@ _LAYERS = {
 """The statistics of a layer and their headers."""
 _ATTEMPTS = (
     Column("began", lambda attempt: clock(attempt["time"])),
-    Column("attempt", lambda attempt: str(attempt["attempt"]), optional=1),
-    Column("ranks", lambda attempt: str(attempt["world_size"]), optional=1),
+    Column("attempt", "attempt", optional=1),
+    Column("ranks", "world_size", optional=1),
     Column("from step", lambda it: "" if it["after_step"] is None else f"{it['after_step'] + 1:,}"),
     Column("end", lambda attempt: attempt["end"] or "", is_text=True),
 )

@@ -203,7 +203,7 @@ def document(run: RunDirectory, job: Job | None) -> Json:
 
 
 _FIRST = (
-    Column("run", lambda row: row["name"]),
+    Column("run", "name"),
     Column("state", lambda row: row["message"] if row["state"] else _short(row), is_text=True),
 )
 _USUAL = (

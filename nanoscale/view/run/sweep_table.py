@@ -79,9 +79,9 @@ def _figure(name: str, header: str = "") -> Column:
 
 
 _COLUMNS = (
-    Column("trial", lambda row: row["trial"]),  # its name has the values of all keys that differ
-    Column("state", lambda row: row["state"], is_text=True),
-    Column("step", lambda row: str(row["step"])),
+    Column("trial", "trial"),  # its name has the values of all keys that differ
+    Column("state", "state", is_text=True),
+    Column("step", "step"),
     _figure("loss"),
     _figure("eval_loss", "eval loss"),
     Column("tokens/s", lambda it: "" if (n := it["tokens_per_s"]) is None else f"{n:,.0f}"),

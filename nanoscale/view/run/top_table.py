@@ -113,7 +113,7 @@ def _speed(values: Row) -> str:
 
 
 _COLUMNS = (
-    Column("run", lambda it: it["name"]),
+    Column("run", "name"),
     Column("state", lambda it: it["message"] or "?", is_text=True),
     Column("step", lambda it: f"{it['step'] or 0}/{it['steps'] or '?'}", optional=3),
     Column("loss", lambda it: "" if it["loss"] is None else f"{it['loss']:.4f}", optional=2),
@@ -124,7 +124,7 @@ _COLUMNS = (
     ),
     Column("memory", lambda it: byte_size(int(GIB * it["memory_gib"])) if it["memory_gib"] else ""),
     Column("ETA", lambda it: duration(it["eta_s"]) if it["eta_s"] is not None else ""),
-    Column("last event", lambda it: it["event"], is_text=True, optional=1),
+    Column("last event", "event", is_text=True, optional=1),
 )
 
 
