@@ -67,7 +67,7 @@ def attempt(
     run = RunDirectory(Path(order.run or link.scratch / f"run-{host.attempt}"))
     if order.run is None:  # a job without a run has a directory that only this host sees
         run.path.mkdir()
-        run.config.write_text(order.config, encoding="utf-8")
+        run.config.write_text(order.config, "utf-8")
         write_json(run.task, order.task)
     killed_before = oom_kills()
     link.is_starting = True
@@ -274,7 +274,7 @@ class Watch:
 def _outcome(files: RankFiles) -> str | None:
     """Return the result of a rank's job; None if it did not return."""
     with suppress(FileNotFoundError):
-        return files.outcome.read_text(encoding="utf-8")
+        return files.outcome.read_text("utf-8")
     return None
 
 

@@ -205,7 +205,7 @@ def infiniband(root: Path, environment: Mapping[str, str]) -> list[tuple[str, st
 
 def _read(file: Path) -> str:
     with suppress(OSError):
-        return file.read_text(encoding="utf-8", errors="replace")
+        return file.read_text("utf-8", errors="replace")
     return ""
 
 
@@ -220,7 +220,7 @@ def torch_build() -> Json | None:
         return None
     folder = Path(spec.origin).parent
     with suppress(OSError, SyntaxError, ValueError):
-        values = constants((folder / "version.py").read_text(encoding="utf-8"))
+        values = constants((folder / "version.py").read_text("utf-8"))
         cuda = values.get("cuda")
         library = folder / "lib" / "libtorch_python.so"
         return {

@@ -151,7 +151,7 @@ def _run_rank(
         _die_with_agent(agent)
         if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
             _meet(files, meet_s)
-        files.outcome.write_text(worker.main(run_dir, job), encoding="utf-8")
+        files.outcome.write_text(worker.main(run_dir, job), "utf-8")
     except BaseException as error:
         with suppress(OSError):  # a full disk cannot store a traceback
             traceback.print_exc()

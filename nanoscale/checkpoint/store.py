@@ -299,7 +299,7 @@ def read_manifest(path: Path) -> Json:
     """
     file = path / MANIFEST
     try:
-        text = _retried(lambda: file.read_text(encoding="utf-8"))
+        text = _retried(lambda: file.read_text("utf-8"))
         manifest = parse(text)
         manifest.pop("sum")
         has_types = type(manifest["step"]) is int and type(manifest["files"]) is dict

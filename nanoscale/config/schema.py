@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from nanoscale.config.objectives import ANSWERS, EVALUATED, PAIRED
 
+Auto = Literal["auto"]
+"""A value that nanoscale or its plan chooses."""
+
 
 def key(
     default: Any,
@@ -407,7 +410,7 @@ class Parallel:
         """The number of ranks of dp and cp with the same place in tp that have different experts."""
         return self.ep * self.expert_tp // self.tp
 
-    dp: int | Literal["auto"] = key(
+    dp: int | Auto = key(
         "auto", "data-parallel degree; auto: what the other degrees leave", at_least=1
     )
     dp_replicate: int = key(
@@ -451,7 +454,7 @@ class Parallel:
         "with pp: the order of forward and backward passes; zero-bubble is interleaved",
         planned=True,
     )
-    virtual_stages: int | Literal["auto"] = key(
+    virtual_stages: int | Auto = key(
         "auto",
         "stages per pipeline rank: 1 with gpipe and 1f1b, 2 with zbv and dualpipev, any number "
         "with the other schedules; auto: 1 or 2",
@@ -507,7 +510,7 @@ class Precision:
     reduce: Literal["fp32", "bf16", "fp16", "fp64"] = key(
         "fp32", "dtype in which gradients are reduced across ranks"
     )
-    tf32: bool | Literal["auto"] = key(
+    tf32: bool | Auto = key(
         "auto",
         "fp32 on a GPU: round the factors of products to TF32's 10 bits of mantissa, which is several times "
         "faster; auto: where the GPU has it",
@@ -786,7 +789,7 @@ class Checkpoint:
         unit="min",
         at_least=0,
     )
-    memory_every: int | Literal["auto"] = key(
+    memory_every: int | Auto = key(
         0,
         "steps between checkpoints in the memory of the hosts, from which launcher.max_restarts continues; "
         "0: none · auto: the number that loses least time by the plan and launcher.mtbf_hours, 0 if the "
@@ -1019,12 +1022,12 @@ class Launcher:
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "auto: cuda where there is a GPU, and on other hosts"
     )
-    devices: int | Literal["auto"] = key(
+    devices: int | Auto = key(
         "auto",
         "ranks on a host; auto: every GPU or slot, or what the layout needs on cpu",
         at_least=1,
     )
-    threads: int | Literal["auto"] = key(
+    threads: int | Auto = key(
         "auto", "CPU threads per rank; auto: the cores divided among the ranks", at_least=1
     )
     hostfile: str | None = optional(
@@ -1044,7 +1047,7 @@ class Launcher:
     master_addr: str | None = optional(
         "address at which the other hosts reach the first; null: its name in the hostfile"
     )
-    master_port: int | Literal["auto"] = key(
+    master_port: int | Auto = key(
         "auto", "rendezvous port on the first host; auto: a free one", at_least=1, at_most=65535
     )
     max_restarts: int = key(
@@ -1208,7 +1211,7 @@ class Train:
         at_most=10**6,
         scaled="decimal",
     )
-    micro_batch: int | Literal["auto"] = key(
+    micro_batch: int | Auto = key(
         "auto",
         "samples per rank and forward pass; auto: the most that fit by the plan, with at least "
         "90 %, and that leave enough micro batches for all stages of a pipeline",

@@ -217,7 +217,7 @@ def _datatrove(path: str, eos: int) -> TokenIndex:
         raise DamagedError(tokens, what)
     tokenizer = None
     if metadata.is_file():
-        lines = metadata.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = metadata.read_text("utf-8", errors="replace").splitlines()
         tokenizer, _, declared = (lines[0] if lines else "").partition("|")
         if declared.isdecimal() and int(declared) != width:
             what = f"it declares {declared} bytes per token, and {tokens.name} has {width}"

@@ -305,7 +305,7 @@ def _no_tokenizer(why: str, vocab: int) -> UserError:
 def _more_ends(folder: Path) -> Iterator[int]:
     for name in _ENDS:
         with suppress(OSError, ValueError, AttributeError):
-            numbers = parse((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            numbers = parse((folder / name).read_text("utf-8")).get("eos_token_id")
             numbers = numbers if isinstance(numbers, list) else [numbers]
             yield from (number for number in numbers if number is not None)
 

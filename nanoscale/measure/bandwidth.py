@@ -79,7 +79,7 @@ def run(context: RankContext) -> str:
         within = measure_within(hosts, device)
         slow = needs_pairs(reduced, within)
         pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
-        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        text = log.read_text("utf-8", errors="replace") if log.is_file() else ""
         used = {name for names in ranks.gather(transports(text)) for name in names}
         beside_torch = max(ranks.gather(_context_gib(device)))
         if context.rank == 0:

@@ -200,7 +200,7 @@ def create_cgroup(name: str) -> Path | None:
 def join_cgroup(folder: Path, pid: int) -> bool:
     """Move a process, with all that it starts from now on, into a cgroup; False if that is not permitted."""
     try:
-        (folder / "cgroup.procs").write_text(str(pid), encoding="utf-8")
+        (folder / "cgroup.procs").write_text(str(pid), "utf-8")
     except OSError:
         return False
     return True
@@ -209,7 +209,7 @@ def join_cgroup(folder: Path, pid: int) -> bool:
 def end_cgroup(folder: Path) -> None:
     """SIGKILL all processes of a cgroup, and remove it once they have ended."""
     with suppress(OSError):
-        (folder / "cgroup.kill").write_text("1", encoding="utf-8")
+        (folder / "cgroup.kill").write_text("1", "utf-8")
     deadline = time.monotonic() + _EMPTY_S
     while folder.exists() and time.monotonic() < deadline:
         with suppress(OSError):

@@ -41,7 +41,7 @@ def write(path: Path, session: Session) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     content = {**asdict(session), "pid": os.getpid(), "host": socket.gethostname()}
     temporary.touch(0o600)
-    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.write_text(json.dumps(content), "utf-8")
     temporary.replace(path)
 
 
@@ -96,7 +96,7 @@ def require_alone(path: Path) -> None:
     deadline, first = time.monotonic() + 2 * _TOUCH_S, None
     while time.monotonic() < deadline:
         try:
-            session, writer_is_dead = _parsed(path.read_text(encoding="utf-8"))
+            session, writer_is_dead = _parsed(path.read_text("utf-8"))
             touched = path.stat().st_mtime
         except (OSError, ValueError, TypeError, KeyError):
             return

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import byte_size, duration
 from nanoscale.runs.documents import damaged, read_record
 
-Document = dict[str, Any]
 _LAYOUT = ("model", "world_size", "degrees", "schedule", "zero", "device", "steps", "micro_batches")
 
 
@@ -26,12 +25,12 @@ class _Former:
     steps: int
     micro_batches: int
     worst_rank: int
-    collectives: list[Document]
-    ranks: list[Document]
-    streams: dict[str, Any] = field(default_factory=dict)
+    collectives: list[Json]
+    ranks: list[Json]
+    streams: Json = field(default_factory=dict)
 
 
-def read_former(file: Path) -> Document:
+def read_former(file: Path) -> Json:
     """Return a former rehearsal.
 
     Raises:
@@ -43,7 +42,7 @@ def read_former(file: Path) -> Document:
         raise UserError("usage", f"--against {file}: {error.strerror}") from error
 
 
-def changes(result: Document, former: Document, file: Path) -> list[str]:
+def changes(result: Json, former: Json, file: Path) -> list[str]:
     """Return the differences of a rehearsal from a former one, which was read from a file, as sentences.
 
     Raises:
@@ -59,11 +58,11 @@ def changes(result: Document, former: Document, file: Path) -> list[str]:
         raise damaged(file, "is not a whole document of a rehearsal") from error
 
 
-def _rank(document: Document, which: str) -> Document:
+def _rank(document: Json, which: str) -> Json:
     return next(rank for rank in document["ranks"] if rank["rank"] == document[which])
 
 
-def _times(former: Document | None, result: Document | None) -> Iterator[str]:
+def _times(former: Json | None, result: Json | None) -> Iterator[str]:
     """Yield the time of the slowest rank's step, and what is exposed of each axis, if they have changed."""
     if former is None or result is None:
         return
@@ -77,7 +76,7 @@ def _times(former: Document | None, result: Document | None) -> Iterator[str]:
             yield f"{name} {duration(before)} → {duration(now)}"
 
 
-def _differences(former: Document, result: Document) -> Iterator[str]:
+def _differences(former: Json, result: Json) -> Iterator[str]:
     before, now = (
         {(row["axis"], row["kind"]): (row["count"], row["bytes"]) for row in each["collectives"]}
         for each in (former, result)

@@ -127,7 +127,7 @@ def known(name: str) -> Json | None:
     be read."""
     with suppress(OSError, ValueError):
         about = cached(name).stat()
-        total, _, text = cached(name).read_text(encoding="utf-8").partition("\n")
+        total, _, text = cached(name).read_text("utf-8").partition("\n")
         is_own = about.st_uid == os.getuid() and not about.st_mode & 0o022
         if is_own and total == _sum(text):
             document: Json = parse(text)
@@ -223,7 +223,7 @@ def rehearse(
 
     with tempfile.TemporaryDirectory(prefix="nanoscale-rehearse-") as name:
         folder = Path(name)
-        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+        (folder / "config.yaml").write_text(dump(config), "utf-8")
         free = int(_SHARE * psutil.virtual_memory().available)
         at_once, writes = min(cores(), len(ranks)), snapshots is not None
         Task(ranks, steps, gpu, at_once, free, writes, every_batch).write(folder)
@@ -233,7 +233,7 @@ def rehearse(
             for number, _ in enumerate(process.stdout, 1):
                 progress(f"{number} of {len(ranks)} ranks rehearsed …")
         if code := process.wait():
-            errors = (folder / "errors").read_text(encoding="utf-8", errors="replace").split("\n")
+            errors = (folder / "errors").read_text("utf-8", errors="replace").split("\n")
             cause = next((line for line in reversed(errors) if line.strip()), code)
             raise UserError("rehearse", f"the rehearsal itself failed: {cause}")
         if snapshots is not None:

@@ -388,7 +388,7 @@ def read_json(path: Path) -> Any:
         OSError: the file cannot be read.
         ValueError: it is not JSON.
     """
-    return parse(path.read_text(encoding="utf-8"))
+    return parse(path.read_text("utf-8"))
 
 
 def _absolute(path: Path) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, listed, numbered
 from nanoscale.config.values import yaml_file
 from nanoscale.runs.directory import RunDirectory, write_json
@@ -24,8 +25,6 @@ from nanoscale.runs.documents import damaged, read_record
 from nanoscale.runs.memory_order import LESS_SHARED_MEMORY
 from nanoscale.runs.position import Position, late_for, of_error, waits, where
 from nanoscale.runs.tail import read_end
-
-Document = dict[str, Any]
 
 _MESSAGE_LENGTH, _TRACEBACK_LENGTH = 1 << 12, 1 << 14
 """Characters; all ranks of a host may fail, and the agent reports them in one message."""
@@ -56,11 +55,11 @@ class RankFailure:
     """The exception's name with its module; "" if the rank died without a report."""
     message: str = ""
     traceback: str = ""
-    user_error: Document | None = None
+    user_error: Json | None = None
     """The UserError as a document, if it was one."""
     exit_code: int | None = None
     """The exit code of its process; negative: the signal that ended it; None: still running or unknown."""
-    position: Document | None = None
+    position: Json | None = None
     """The `Position` of a rank that lost another one, or differs from it."""
     diagnosis: str = ""
     """The diagnosis, if it is known already; "" leaves it to `diagnose`."""
@@ -124,7 +123,7 @@ class Failure:
     remedy: str
     log: str
     """The log to read next, relative to the run directory."""
-    user_error: Document | None = None
+    user_error: Json | None = None
     also_failed: tuple[int, ...] = ()
     """Other ranks that failed, as a consequence or later."""
 
@@ -320,7 +319,7 @@ def diagnoses() -> Any:
     return yaml_file.read(Path(__file__).with_name("diagnoses.yaml")).content
 
 
-def _remedy(row: Document) -> str:
+def _remedy(row: Json) -> str:
     """Fill in what several remedies, and other files, say in the same words."""
     text: str = row["remedy"]
     return text.format(

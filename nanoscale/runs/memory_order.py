@@ -74,7 +74,7 @@ class MemoryOrder:
 def write_order(order: MemoryOrder) -> None:
     path = Path(order.folder) / ORDER
     path.touch(0o600)
-    path.write_text(json.dumps(asdict(order)), encoding="utf-8")
+    path.write_text(json.dumps(asdict(order)), "utf-8")
 
 
 def read_order() -> MemoryOrder | None:
@@ -82,7 +82,7 @@ def read_order() -> MemoryOrder | None:
     folder = os.environ.get(MEMORY)
     if folder is None or not (Path(folder) / ORDER).is_file():
         return None
-    content = json.loads((Path(folder) / ORDER).read_text(encoding="utf-8"))
+    content = json.loads((Path(folder) / ORDER).read_text("utf-8"))
     content |= {"peer": peer_of(content["peer"]), "source": source_of(content["source"])}
     return MemoryOrder(**content)
 

@@ -145,4 +145,4 @@ class Recorder:
         operations = profiler.key_averages()
         table = operations.table(sort_by, row_limit=_TABLE_ROWS, max_name_column_width=70)
         lines += ["the most expensive operations", table]
-        (self._folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+        (self._folder / f"{name}.txt").write_text("\n".join(lines), "utf-8")

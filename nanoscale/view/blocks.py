@@ -228,7 +228,7 @@ def escape(text: str) -> str:
 def page(report: Report) -> str:
     """Return a report as a page: no script, no other file. All texts are escaped, except pictures."""
     title = escape(report.page_title or report.title)
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+    style = Path(__file__).with_name("style.css").read_text("utf-8")
     head = f'<meta charset="utf-8"><title>{title}</title>'
     return "\n".join(
         [

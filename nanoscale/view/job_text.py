@@ -3,8 +3,8 @@
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import counted, three_digits
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.layout import stage_layers
@@ -15,20 +15,19 @@ from nanoscale.config.schema import Hooks, Parallel, Precision, Zero
 from nanoscale.config.token_files import row_tokens, times_seen
 from nanoscale.config.values.hooks import PARAMETERS, HookError, read
 
-Document = dict[str, Any]
 MANY = 10
 """The epochs after which fine-tuning is warned of."""
 LONG = 1000
 """The times after which a training on the embedded corpus is longer than a trial."""
 
 
-def what(config: ResolvedConfig) -> Document:
+def what(config: ResolvedConfig) -> Json:
     """Describe the job in a few values."""
     data = {"data": config.data.source, "epochs": times_seen(config)}
     return {**shape(config), **data, "optimizer": config.optimizer.name}
 
 
-def shape(config: ResolvedConfig) -> Document:
+def shape(config: ResolvedConfig) -> Json:
     """Return the values of `job_lines`, without a look at the data."""
     layout = config.parallel
     return {
@@ -53,7 +52,7 @@ def shape(config: ResolvedConfig) -> Document:
     }
 
 
-def job_lines(job: Document, on: str, details: str = "") -> list[str]:
+def job_lines(job: Json, on: str, details: str = "") -> list[str]:
     """Return the model and its devices, the layout, and the batch.
 
     Args:
@@ -69,14 +68,14 @@ def job_lines(job: Document, on: str, details: str = "") -> list[str]:
     ]
 
 
-def model_text(job: Document) -> str:
+def model_text(job: Json) -> str:
     """Return the model, its size, the dtype and the backend."""
     active = f", {size(job['active'])} active" if "active" in job else ""
     sizes = f"{size(job['parameters'])} parameters{active}"
     return f"{job['model']}, {sizes}, {job['precision']}, {job['backend']}"
 
 
-def layout_line(job: Document) -> str:
+def layout_line(job: Json) -> str:
     """Return the degrees, the schedule, the ZeRO stage and the recomputation."""
     layout = job["layout"]
     degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "cp")]

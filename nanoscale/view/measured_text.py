@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.common import display
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, counted, duration, number
 from nanoscale.config.hardware.data_sheets import usual_mfu_text
 from nanoscale.config.resolved import ResolvedConfig
@@ -13,11 +14,10 @@ from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, ta
 from nanoscale.view.charts import Curve, curves
 from nanoscale.view.job_text import job_lines
 
-Document = dict[str, Any]
 _KERNELS, _NAME = 8, 66
 
 
-def bench_report(told: Document) -> Report:
+def bench_report(told: Json) -> Report:
     """Return the figures, from the whole to its parts."""
     title, *head = job_lines(told, f"{counted(told['world_size'], 'rank')} on {told['device']}")
     texts = (head, _figures(told), _parts(told), _checkpoint(told))
@@ -32,7 +32,7 @@ def bench_report(told: Document) -> Report:
     return Report(title, blocks)
 
 
-def _figures(told: Document) -> Iterator[str]:
+def _figures(told: Json) -> Iterator[str]:
     plan = told["predicted"] or {}
 
     def row(label: str, text: str, predicted: str | None = None) -> str:
@@ -56,7 +56,7 @@ def _figures(told: Document) -> Iterator[str]:
     yield from _use(told, row)
 
 
-def _use(told: Document, row: Any) -> Iterator[str]:
+def _use(told: Json, row: Any) -> Iterator[str]:
     if told["model_tflops"] is None:
         yield row("MFU", "unknown: the number of experts of a token is not known")
         return
@@ -87,7 +87,7 @@ def _flops(tera: float) -> str:
     return f"{tera:.4g} TFLOP/s" if tera >= 1 else f"{1e3 * tera:.4g} GFLOP/s"
 
 
-def _parts(told: Document) -> Iterator[str]:
+def _parts(told: Json) -> Iterator[str]:
     parts = told["parts"]
     if parts is None:
         return
@@ -105,7 +105,7 @@ def _parts(told: Document) -> Iterator[str]:
         yield f"    {short:68}{spent / parts['step_s']:7.1%} {duration(spent):>12}"
 
 
-def _checkpoint(told: Document) -> Iterator[str]:
+def _checkpoint(told: Json) -> Iterator[str]:
     found = told["checkpoint"]
     if found is None:
         return
@@ -124,7 +124,7 @@ def _checkpoint(told: Document) -> Iterator[str]:
 # --- scaling --------------------------------------------------------------------------------------
 
 
-def scaling_report(about: Document) -> Report:
+def scaling_report(about: Json) -> Report:
     """Return the table of a scaling test and its charts."""
     axis, first = about["axis"], about["points"][0]
     columns = (Column(axis, lambda point: str(point[axis])), *_SCALING)
@@ -140,7 +140,7 @@ def scaling_report(about: Document) -> Report:
     return Report(f"{what}: {counts} {axis}; the global batch {batch}", blocks)
 
 
-def _planned(point: Document, name: str, form: str) -> str:
+def _planned(point: Json, name: str, form: str) -> str:
     plan = point["predicted"]
     return "" if plan is None else format(plan[name], form)
 
@@ -157,7 +157,7 @@ _SCALING = (
 )
 
 
-def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
+def _chart(about: Json, name: str, key: str, ideal: list[float]) -> str:
     points = about["points"]
     counts = [point[about["axis"]] for point in points]
     series: list[tuple[str, Curve]] = [
@@ -173,7 +173,7 @@ def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
 # --- eval -----------------------------------------------------------------------------------------
 
 
-def evaluation_document(config: ResolvedConfig, task: Document, figures: Document) -> Document:
+def evaluation_document(config: ResolvedConfig, task: Json, figures: Json) -> Json:
     """Return the document of `eval --json`. Values that are not finite are null."""
     of_texts = not config.train.has_whole_documents
     measured = figures["parts"]
@@ -199,7 +199,7 @@ def evaluation_document(config: ResolvedConfig, task: Document, figures: Documen
     }
 
 
-def print_loss(document: Document) -> None:
+def print_loss(document: Json) -> None:
     """Print the loss and what follows from it."""
     display.show(document["checkpoint"])
     display.show(f"  loss           {number(document['loss'], '.4f')}")
@@ -239,7 +239,7 @@ def plain_numbers(value: Any) -> Any:
         return str(value)
 
 
-def _source(figures: Document, of_texts: bool) -> Document:
+def _source(figures: Json, of_texts: bool) -> Json:
     """Return the same for one source."""
     loss, text_bytes = figures["loss_sum"] / figures["tokens"], figures["bytes"]
     bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes and of_texts else None

@@ -2,13 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, counted, duration, numbered, share
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
 
-Document = dict[str, Any]
 _ERROR_LINES = 40
 _BAR = 30
 """Characters of the highest phase's bar."""
@@ -41,7 +40,7 @@ _KERNELS = (
 _SHOWN_KERNELS = 6
 
 
-def rehearsal_report(result: Document, changes: Sequence[dict[str, str]]) -> Report:
+def rehearsal_report(result: Json, changes: Sequence[dict[str, str]]) -> Report:
     """Return memory by rank, by phase and in time, the verdict, collectives, waits and mistakes.
 
     Args:
@@ -56,7 +55,7 @@ def rehearsal_report(result: Document, changes: Sequence[dict[str, str]]) -> Rep
     return Report(title, list(_blocks(result, changes)), f"Rehearsal of {title}")
 
 
-def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Block]:
+def _blocks(result: Json, changes: Sequence[dict[str, str]]) -> Iterator[Block]:
     worst = _worst(result)
     wrong = list(mistakes(result))
     good = result["fits"] is not False and not wrong
@@ -105,7 +104,7 @@ _OPERATIONS = (
 )
 
 
-def _time(time: Document) -> Iterator[Block]:
+def _time(time: Json) -> Iterator[Block]:
     """Yield the time of the slowest rank's step: what it computes, and what it waits for."""
     if not time["seconds"]:  # no rank was played to the end of a step
         return
@@ -132,7 +131,7 @@ def _time(time: Document) -> Iterator[Block]:
     yield table(_OPERATIONS, time["operations"])
 
 
-def _agreement(result: Document) -> str:
+def _agreement(result: Json) -> str:
     """Return of how many groups members were compared."""
     compared, groups = result["compared_groups"], result["groups"]
     agree = "agree on kind, size, type and order"
@@ -143,7 +142,7 @@ def _agreement(result: Document) -> str:
     return f"in {compared:,} of {counted(groups, 'group')} two or more members were played, and they {agree}"
 
 
-def verdict(result: Document) -> str:
+def verdict(result: Json) -> str:
     """Return whether the job fits."""
     worst = _worst(result)
     if result["capacity"] is None:
@@ -156,7 +155,7 @@ def verdict(result: Document) -> str:
     return f"{fits}: {used} on rank {worst['rank']} (most in {worst['peak_phase']})"
 
 
-def advice(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[str]:
+def advice(result: Json, changes: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield the overrides that would fit by the plan, if the job does not fit."""
     if result["fits"] is False and not changes:
         yield "no layout of these devices fits, see nanoscale plan --search"
@@ -164,7 +163,7 @@ def advice(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[str]
         yield f"{change['overrides']}  ({change['expected']}, as planned)"
 
 
-def mistakes(result: Document) -> Iterator[str]:
+def mistakes(result: Json) -> Iterator[str]:
     """Yield what is wrong: errors, differences between ranks, and mistakes of single ranks."""
     errors: dict[str, list[str]] = defaultdict(list)
     findings: dict[str, list[str]] = defaultdict(list)
@@ -182,12 +181,12 @@ def mistakes(result: Document) -> Iterator[str]:
         yield f"error: {mismatch}"
 
 
-def _worst(result: Document) -> Document:
-    ranks: list[Document] = result["ranks"]
+def _worst(result: Json) -> Json:
+    ranks: list[Json] = result["ranks"]
     return next(rank for rank in ranks if rank["rank"] == result["worst_rank"])
 
 
-def _phases(rank: Document) -> Table:
+def _phases(rank: Json) -> Table:
     """Return the peak of each phase, also as a bar, and what held the memory."""
     most = max([1, *(phase["peak"] for phase in rank["phases"].values())])
     rows = []
@@ -200,7 +199,7 @@ def _phases(rank: Document) -> Table:
     return Table(("phase", "peak", "", "purposes"), rows, title, ("",), {"": 1})
 
 
-def _waits(result: Document) -> Iterator[str]:
+def _waits(result: Json) -> Iterator[str]:
     last = f"step {result['steps']}"
     found: Counter[tuple[str, str]] = Counter()
     for rank in result["ranks"]:

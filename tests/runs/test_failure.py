@@ -10,10 +10,11 @@ import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from nanoscale.common.errors import LostPeerError, UserError, Violation
+from nanoscale.common.json_text import Json
 from nanoscale.processes.messages import LONGEST_LINE, pack
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import Document, Evidence, RankFailure, diagnose, digest, first_cause
+from nanoscale.runs.failure import Evidence, RankFailure, diagnose, digest, first_cause
 from nanoscale.runs.job_messages import Ended, message_of
 from tests.support.runs import create_run
 
@@ -241,7 +242,7 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path, monkeypatch):
     assert heard == said
     failure.write(run, digest(run, 1, [heard], {}))
     assert failure.user_error(failure.read(run)) == error
-    damages: list[Document] = [{}, {"violations": [5]}, {"violations": [{"suggestions": []}]}]
+    damages: list[Json] = [{}, {"violations": [5]}, {"violations": [{"suggestions": []}]}]
     for part in damages:
         document = json.loads(run.failure.read_text())
         run.failure.write_text(json.dumps({**document, "user_error": part}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,12 +12,12 @@ from nanoscale.cli.common import output
 from nanoscale.cli.common.request import LAUNCH, CommandLine, request_new_run, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 
 if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
 
-Document = dict[str, Any]
 _BATCH = "train.global_batch"
 _RECORDED = 3
 """Steps after the timed ones; the first is ignored."""
@@ -80,7 +80,7 @@ def _request(line: CommandLine, force: bool) -> Request:
     return request_new_run(line, force=force, fetch=False, saves=False, verify=_refuse_profile)
 
 
-def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Document | None:
+def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Json | None:
     """Return the measurements of a job; None if it has failed, which is reported."""
     from nanoscale.launch.lifecycle.bench import checkpoint_folder, document
     from nanoscale.launch.lifecycle.job_execution import OneShotJobError, run_one_shot_job
@@ -136,7 +136,7 @@ def _test_scaling(
     warmup: int,
     steps: int,
     force: bool,
-) -> Document:
+) -> Json:
     """Measure with every number, after all of them are checked and planned; a failure ends the test.
 
     Raises:
@@ -158,7 +158,7 @@ def _test_scaling(
             kept = [word for word in line.overrides or () if not word.startswith(f"{_BATCH}=")]
             counted = replace(counted, overrides=[*kept, f"{_BATCH}={batch}"])
         requests.append(_request(counted, force))
-    measured: list[Document] = []
+    measured: list[Json] = []
     for count, request in zip(counts, requests, strict=True):
         label = f"{axis} {count}: "
         told = _measure(request, warmup, steps, label)

@@ -188,7 +188,7 @@ _SPEED_FILE = "cpu-speed.json"
 def cpu_name() -> str:
     """Return the name of this machine's CPU, or its architecture where the kernel tells no name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -198,7 +198,7 @@ def cpu_name() -> str:
 def known_speed() -> float | None:
     """Return the speed in the cache; None if none was measured, or another CPU's."""
     try:
-        content = parse((cache_path(None) / _SPEED_FILE).read_text(encoding="utf-8"))
+        content = parse((cache_path(None) / _SPEED_FILE).read_text("utf-8"))
         speed, measured_on = float(content["speed"]), content["cpu"]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
@@ -214,7 +214,7 @@ def keep_speed(speed: float) -> None:
     """
     path = cache_path(None) / _SPEED_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cpu": cpu_name(), "speed": speed}) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"cpu": cpu_name(), "speed": speed}) + "\n", "utf-8")
 
 
 # --- the usual MFU --------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         return read_header(_single(folder))
     try:
-        where = parse(index.read_text(encoding="utf-8"))["weight_map"]
+        where = parse(index.read_text("utf-8"))["weight_map"]
         files = sorted(set(where.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadFileError(f"{INDEX} has no readable weight_map: {error}") from error

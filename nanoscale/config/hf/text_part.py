@@ -30,7 +30,7 @@ _WITHOUT_PREFIX = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 def read_document(folder: Path) -> Json:
     """Return the config.json of a folder. Raises UnsupportedError if it is missing or no JSON object."""
     try:
-        document = parse((folder / "config.json").read_text(encoding="utf-8"))
+        document = parse((folder / "config.json").read_text("utf-8"))
     except OSError as error:
         raise UnsupportedError(f"config.json cannot be read: {reason(error)}") from error
     except ValueError as error:

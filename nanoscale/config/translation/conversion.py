@@ -56,11 +56,11 @@ class Translation:
         return self.least_dp * _copy(self.values)
 
 
-def _copy(values: Mapping[str, Any]) -> int:
+def _copy(values: Values) -> int:
     return math.prod(values.get(f"parallel.{it}", 1) for it in ("tp", "pp", "cp"))
 
 
-def _least_dp(values: Mapping[str, Any]) -> int:
+def _least_dp(values: Values) -> int:
     least = (values.get(f"parallel.{it}", 1) for it in ("ep", "dp_replicate"))
     return int(values.get("parallel.dp") or math.lcm(*least))
 
@@ -69,7 +69,7 @@ def _in_batches(value: float, values: Mapping[str, int]) -> int:
     return math.ceil(value / values["train.global_batch"])
 
 
-_DERIVED: dict[str, tuple[str, Callable[[Any, Mapping[str, Any]], Any]]] = {
+_DERIVED: dict[str, tuple[str, Callable[[Any, Values], Any]]] = {
     "min_lr": ("scheduler.min_ratio", lambda value, its: round(value / its["optimizer.lr"], 6)),
     "train_samples": ("train.steps", _in_batches),
     "lr_warmup_samples": ("scheduler.warmup_steps", _in_batches),
@@ -100,7 +100,7 @@ def _refuse_other_task(path: str, value: Any, became: str, kind: Kind) -> None:
 class Conversion:
     """The settings of one file on their way into keys."""
 
-    def __init__(self, kind: Kind, settings: Mapping[str, Any], folder: Path = Path()) -> None:
+    def __init__(self, kind: Kind, settings: Values, folder: Path = Path()) -> None:
         self.kind, self.folder = kind, folder
         self.settings = flat = flat_settings(settings)
         if "model.flavor" in flat:  # torchtitan's size of model.name
@@ -357,7 +357,7 @@ class Conversion:
                 self.became["(data)"] = f"data.path=data: type `{self._preparation(values)}` first"
                 values.pop("data.tokenizer", None)  # the folder has it
 
-    def _preparation(self, values: Mapping[str, Any]) -> str:
+    def _preparation(self, values: Values) -> str:
         """Return the command that prepares the data."""
         sources = [it if Path(it).suffix else f"hf:{it}" for it in self.sources] or ["FILE"]
         is_paired = values.get("train.objective") in PAIRED
@@ -374,7 +374,7 @@ class Conversion:
         return " ".join(filter(None, words))
 
 
-def _is_pretraining(settings: Mapping[str, Any]) -> bool:
+def _is_pretraining(settings: Values) -> bool:
     is_text = settings.get("stage") == "pt" or settings.get("datasets.type") == "completion"
     return is_text or any(it.startswith("pretraining_dataset") for it in settings)
 
@@ -383,7 +383,7 @@ _SOURCE = ("id path dataset_name", "config name dataset_config", "split dataset_
 """The names of a source's dataset, configuration and split."""
 
 
-def _sources(settings: Mapping[str, Any]) -> list[str]:
+def _sources(settings: Values) -> list[str]:
     """Return the data sets that a list of the file names, as `data prepare` writes them after `hf:`."""
     mixture = settings.get("dataset_mixture")
     lists = mixture if isinstance(mixture, Mapping) else settings

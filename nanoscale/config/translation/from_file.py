@@ -243,7 +243,7 @@ def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
     gpus = Devices("cuda", result.ranks, ("NVIDIA H100 80GB HBM3",) * result.ranks, cores())
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "translated.yaml"
-        recipe.write_text(yaml_file.to_yaml(reference.nested(values)), encoding="utf-8")
+        recipe.write_text(yaml_file.to_yaml(reference.nested(values)), "utf-8")
         try:
             check(compose([override("recipe", str(recipe)), *words]), gpus)
         except UserError as error:

@@ -97,7 +97,7 @@ def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return path.expanduser().read_text("utf-8")
     except (OSError, ValueError) as error:
         raise _template_error(path, f"cannot be read: {error}") from error
 
@@ -107,7 +107,7 @@ def _tokenizer_template(tokenizer: Path | None, config: dict[str, Any]) -> str |
         return None
     file = tokenizer.with_name(TEMPLATE)
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return file.read_text("utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates, by name
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")

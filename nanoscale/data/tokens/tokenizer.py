@@ -285,7 +285,7 @@ def config_of(path: Path) -> Json:
 def read_object(file: Path) -> Json:
     """Read a file with a JSON object; {} if it is missing or unreadable, or holds another value."""
     try:
-        document = parse(file.read_text(encoding="utf-8"))
+        document = parse(file.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -113,7 +113,7 @@ class BatchSystem:
             )
             raise UserError(self.name, message)
         arguments = self.arguments(str(script), tasks, at_once)
-        text = "" if arguments else script.read_text(encoding="utf-8")
+        text = "" if arguments else script.read_text("utf-8")
         answer = query([*self.commands[0].split(), *arguments], wait_s=None, stdin=text)
         job, _, cluster = re.findall(self.number, answer)[-1].partition(";")
         return Submission(job, None, str(script), cluster or None, system=self.name)

@@ -140,4 +140,4 @@ def _lines(file: str | None) -> list[str] | None:
     """Return the different lines of a file of hosts; None if there is no file."""
     if file is None:
         return None
-    return list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))
+    return list(dict.fromkeys(Path(file).read_text("utf-8").split()))

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median, pstdev
-from typing import Any
 
 from nanoscale.common.errors import UserError
-from nanoscale.common.json_text import parse
+from nanoscale.common.json_text import Json, parse
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import kind, peak_of, usual_mfu
 from nanoscale.config.model_math import (
@@ -29,8 +28,6 @@ from nanoscale.runs import fence, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import fits_type
 from nanoscale.runs.metrics import WARM_UP, steady
-
-Document = dict[str, Any]
 
 COMPARED = (
     "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "mfu_of_measured",
@@ -71,7 +68,7 @@ def checkpoint_folder(config: ResolvedConfig) -> Iterator[Path | None]:
                 path.rmdir()
 
 
-def document(config: ResolvedConfig, measured: Document, plan: Document | None) -> Document:
+def document(config: ResolvedConfig, measured: Json, plan: Json | None) -> Json:
     """Return the document of `bench --json`, from the ranks' measurements.
 
     Args:
@@ -127,8 +124,8 @@ def document(config: ResolvedConfig, measured: Document, plan: Document | None) 
 
 
 def _utilization(
-    config: ResolvedConfig, measured: Document, speed_per_device: float, plan: Document | None
-) -> Document:
+    config: ResolvedConfig, measured: Json, speed_per_device: float, plan: Json | None
+) -> Json:
     """Return the utilization of the device: of its peak, and of its measured rate of large products."""
     name = None if measured["device"] == "cpu" else measured["device"]
     peak, rate = peak_of(config, name), measured["matmul_flops"]
@@ -150,7 +147,7 @@ def _utilization(
     }
 
 
-def _predicted(plan: Document | None) -> Document | None:
+def _predicted(plan: Json | None) -> Json | None:
     if plan is None:
         return None
     memory = plan["memory"]["allocated_gib"] if plan["hardware"]["device"] != "cpu" else None
@@ -161,7 +158,7 @@ def _predicted(plan: Document | None) -> Document | None:
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def read_other(name: str) -> Document:
+def read_other(name: str) -> Json:
     """Read the figures of a run, or of a bench that was stored with --json.
 
     Raises:
@@ -170,7 +167,7 @@ def read_other(name: str) -> Document:
     file = Path(name).expanduser()
     if file.is_file():
         try:
-            document = parse(file.read_text(encoding="utf-8"))
+            document = parse(file.read_text("utf-8"))
             figures = {key: document.get(key) for key in COMPARED}
             kinds = dict.fromkeys(COMPARED, float | None) | {"step_time_s": float}
             if wrong := [key for key, kind in kinds.items() if not fits_type(kind, figures[key])]:
@@ -182,7 +179,7 @@ def read_other(name: str) -> Document:
     return _run_figures(RunDirectory.open(name))
 
 
-def _run_figures(run: RunDirectory) -> Document:
+def _run_figures(run: RunDirectory) -> Json:
     """Return a run's figures, as far as metrics.jsonl has them: the median of the steps after the first
     ones."""
     steady_steps, config = steady(run), load(run.config)
@@ -203,7 +200,7 @@ def _run_figures(run: RunDirectory) -> Document:
     }
 
 
-def compare_figures(document: Document, other: Document) -> Document:
+def compare_figures(document: Json, other: Json) -> Json:
     """Return the other's figures, and the ratio of this one's to them, by name."""
     known = [name for name in COMPARED if document[name] and other[name]]
     ratios = {name: document[name] / other[name] for name in known}
@@ -214,8 +211,8 @@ def compare_figures(document: Document, other: Document) -> Document:
 
 
 def scaling_document(
-    axis: str, counts: Sequence[int], measured: Sequence[Document], *, weak: bool
-) -> Document:
+    axis: str, counts: Sequence[int], measured: Sequence[Json], *, weak: bool
+) -> Json:
     """Return the measurements with their speed-up and efficiency, each measured and planned.
 
     The speed-up is the ratio of the tokens/s to the first count's. The efficiency is the speed-up over
@@ -244,5 +241,5 @@ def scaling_document(
     return {**about, "axis": axis, "weak": weak, "points": points, "benches": list(measured)}
 
 
-def _gain(speed: float, first: float, ranks: float) -> Document:
+def _gain(speed: float, first: float, ranks: float) -> Json:
     return {"speed_up": speed / first, "efficiency": speed / first / ranks}

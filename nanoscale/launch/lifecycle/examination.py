@@ -76,7 +76,7 @@ def measure_cpu(say: Callable[[str], None]) -> None:
     say("measuring this CPU …")
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
-        file.write_text(dump(config), encoding="utf-8")
+        file.write_text(dump(config), "utf-8")
         command = [sys.executable, "-m", "nanoscale.measure.this_cpu", str(file)]
         done = subprocess.run(command, capture_output=True, encoding="utf-8")
     if done.returncode == 0:

@@ -167,7 +167,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     record_changes(run, request.config, request.composed.by_hand_around)
     if request.composed.by_hand(TAGS_KEY):
         run.tags.unlink(missing_ok=True)
-    previous = run.config.read_text(encoding="utf-8")
+    previous = run.config.read_text("utf-8")
     config, text = _frozen(request, run.path)
     if text != previous:
         write_atomically(run.attempt_config(last_attempt), previous)

@@ -105,7 +105,7 @@ def _run_rows(
         files = {row: folder / row / f"of {first.world_size}.yaml" for row in names}
         for row, file in files.items():
             file.parent.mkdir(exist_ok=True)
-            file.write_text(dump(rows[row]), encoding="utf-8")
+            file.write_text(dump(rows[row]), "utf-8")
         asked = {row: hf_question(rows[row], rows[row].model.init_from) for row in names}
         try:
             run(first, {"files": {row: str(files[row]) for row in names}, "asked": asked}, say)

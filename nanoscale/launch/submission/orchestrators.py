@@ -7,11 +7,10 @@ JobSet, version v1alpha2 (https://jobset.sigs.k8s.io), and SkyPilot's task YAML 
 import re
 import shlex
 from pathlib import PurePosixPath
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.launch.request import Request
 
-Document = dict[str, Any]
 _DECIDED = (
     "launcher",
     "launcher.name",
@@ -27,7 +26,7 @@ _CLAIM = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def render(request: Request) -> Document:
+def render(request: Request) -> Json:
     """Return the file for the launcher of the request.
 
     Raises:
@@ -78,10 +77,10 @@ def _claims(request: Request) -> list[tuple[str, str]]:
     return claims
 
 
-def _jobset(request: Request, hosts: int, slots: int) -> Document:
+def _jobset(request: Request, hosts: int, slots: int) -> Json:
     launcher, name = request.config.launcher, _name(request)
     claims = _claims(request)
-    variables: list[Document] = [
+    variables: list[Json] = [
         {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         {"name": "WORLD_SIZE", "value": str(hosts)},
         {"name": "MASTER_ADDR", "value": f"{name}-hosts-0-0.{name}"},
@@ -91,7 +90,7 @@ def _jobset(request: Request, hosts: int, slots: int) -> Document:
         for number, claim in enumerate(dict.fromkeys(it for it, _ in claims))
     }
     folders = [*((names[claim], path) for claim, path in claims), ("shm", _SHM)]
-    container: Document = {
+    container: Json = {
         "name": "nanoscale",
         "image": launcher.container,
         # Kubernetes replaces $(NAME) in a command; the doubled sign stands for one
@@ -101,7 +100,7 @@ def _jobset(request: Request, hosts: int, slots: int) -> Document:
     }
     if launcher.device != "cpu":
         container["resources"] = {"limits": {"nvidia.com/gpu": str(slots)}}
-    volumes: list[Document] = [
+    volumes: list[Json] = [
         {"name": volume, "persistentVolumeClaim": {"claimName": claim}}
         for claim, volume in names.items()
     ]
@@ -129,14 +128,14 @@ def _jobset(request: Request, hosts: int, slots: int) -> Document:
     }
 
 
-def _task(request: Request, hosts: int, slots: int) -> Document:
+def _task(request: Request, hosts: int, slots: int) -> Json:
     config = request.config
     is_known = config.cluster.device is not None
     _require(request, "cluster.device", is_known, "is needed by a task", "cluster=h100-sxm")
     kind, _, memory = str(config.cluster.device).partition("-")
     accelerator = kind.upper() + (f"-{memory}GB" if memory.isdecimal() and kind == "a100" else "")
     image = config.launcher.container
-    resources: Document = {"accelerators": {accelerator: slots}}
+    resources: Json = {"accelerators": {accelerator: slots}}
     lines = [
         "export RANK=$SKYPILOT_NODE_RANK WORLD_SIZE=$SKYPILOT_NUM_NODES",
         'export MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n1)',

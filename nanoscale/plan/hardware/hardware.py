@@ -256,7 +256,7 @@ def _measured(path: str, device: str | None) -> dict[str, float]:
         return UserError("config", f"cluster.efficiency={path} {why}. {remedy}")
 
     try:
-        content = parse(Path(path).read_text(encoding="utf-8"))
+        content = parse(Path(path).read_text("utf-8"))
         values = {name: float(value) for name, value in content["efficiency"].items()}
         of = content.get("device", device)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import Json
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.layout import axis_of
 from nanoscale.config.resolved import ResolvedConfig
@@ -13,10 +14,9 @@ from nanoscale.plan.rehearsed.costs import PlayedCosts
 from nanoscale.plan.rehearsed.streams import RankTime, simulate
 
 _MOST_OPERATIONS = 10
-Document = dict[str, Any]
 
 
-def times_of(config: ResolvedConfig, result: Document, *, traced: bool = False) -> list[RankTime]:
+def times_of(config: ResolvedConfig, result: Json, *, traced: bool = False) -> list[RankTime]:
     """Return the times of the ranks of a rehearsal's document; none if the hardware's speeds are not known.
 
     `traced`: True to keep what each stream does.
@@ -28,7 +28,7 @@ def times_of(config: ResolvedConfig, result: Document, *, traced: bool = False) 
     return simulate(result.get("streams", {}), costs, _axes(result), traced=traced)
 
 
-def _axes(result: Document) -> dict[tuple[int, ...], str]:
+def _axes(result: Json) -> dict[tuple[int, ...], str]:
     """Return the axis of each group of ranks that a played rank calls."""
     degrees = {axis: size for axis, size in result["degrees"].items() if axis != "ep"}
     streams = result.get("streams", {}).values()
@@ -36,7 +36,7 @@ def _axes(result: Document) -> dict[tuple[int, ...], str]:
     return {group: axis_of(group, degrees) for group in groups}
 
 
-def block_order(result: Document) -> dict[str, list[str]]:
+def block_order(result: Json) -> dict[str, list[str]]:
     """Return what the first played rank runs and calls in one block: from its attention to the next one's."""
     axes, streams = _axes(result), result["streams"][str(result["ranks"][0]["rank"])]
     works: list[Sequence[Any]] = []
@@ -59,7 +59,7 @@ def block_order(result: Document) -> dict[str, list[str]]:
     return order
 
 
-def document(config: ResolvedConfig, times: list[RankTime]) -> Document | None:
+def document(config: ResolvedConfig, times: list[RankTime]) -> Json | None:
     """Return the time of a step, by rank, and its most expensive operations; None if it is not known."""
     if not times:
         return None
@@ -82,7 +82,7 @@ def _most(seconds: Mapping[Any, float]) -> list[tuple[Any, float]]:
     return sorted(seconds.items(), key=lambda entry: -entry[1])[:_MOST_OPERATIONS]
 
 
-def _rank(rank: RankTime) -> Document:
+def _rank(rank: RankTime) -> Json:
     exposed: dict[str, float] = {}
     for (axis, _), seconds in rank.exposed.items():
         exposed[axis] = exposed.get(axis, 0.0) + seconds
@@ -111,14 +111,14 @@ def described(work: tuple[Any, ...]) -> str:
     return f"{name} of {numbers[0]:,} bytes"
 
 
-def trace(times: list[RankTime], kernels: Sequence[Document]) -> Document:
+def trace(times: list[RankTime], kernels: Sequence[Json]) -> Json:
     """Return the streams of all ranks, with the lines of compiled kernels, in the trace format of Chrome, which
     ui.perfetto.dev opens."""
     lines = {it["name"]: {"lines": it["lines"]} for it in kernels}
     return {"traceEvents": list(_trace_events(times, lines)), "displayTimeUnit": "ms"}
 
 
-def _trace_events(times: list[RankTime], lines: Mapping[str, Document]) -> Iterator[Document]:
+def _trace_events(times: list[RankTime], lines: Mapping[str, Json]) -> Iterator[Json]:
     for rank in times:
         about = {"name": f"rank {rank.rank}"}
         yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": about}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoscale.plan.rehearsed.costs import PlayedCosts
+from nanoscale.plan.rehearsed.costs import Call, PlayedCosts
 
 HOST = -1
 """The stream of events for which the host waits, as in a rehearsal's record."""
@@ -73,7 +73,7 @@ class _Meeting:
 
     def __init__(self, number: int, group: Any) -> None:
         self.number, self.group = number, group
-        self.calls: dict[int, Mapping[str, Any]] = {}
+        self.calls: dict[int, Call] = {}
         """The call of each played rank."""
         self.ready: dict[int, tuple[float, int]] = {}
         """The time at which each rank is ready, and the number of equal micro batches of its call."""
@@ -94,7 +94,7 @@ class _Rank:
     ) -> None:
         self.time = RankTime(rank)
         self.events: Sequence[Sequence[Any]] = streams["events"]
-        self.calls: Sequence[Mapping[str, Any]] = streams["calls"]
+        self.calls: Sequence[Call] = streams["calls"]
         self.works = [tuple(work) for work in streams["works"]]
         self._meetings: list[_Meeting] = []
         for key, call in zip(_keys(rank, self.calls), self.calls, strict=True):
@@ -106,7 +106,7 @@ class _Rank:
         self._parts: Sequence[Sequence[int]] = streams["segments"]
         self._segments = [self._segment(segment) for segment in self._parts]
         self.stream_times: dict[int, float] = defaultdict(float)
-        self._awaited: dict[int, Mapping[str, Any]] = {}
+        self._awaited: dict[int, Call] = {}
         """The collective that each stream has waited for last."""
         self.done = {-1: 0.0}
         """The time at which each event that has passed has ended."""
@@ -189,7 +189,7 @@ class _Rank:
         self.stream_times[stream] = self.done[at] = now
         return True
 
-    def _expose(self, call: Mapping[str, Any], begin: float, end: float, weight: int) -> None:
+    def _expose(self, call: Call, begin: float, end: float, weight: int) -> None:
         """Count the seconds in which the default stream or the host waits for a collective."""
         if end > begin:
             axis = self._axes[tuple(call["ranks"])]
@@ -230,7 +230,7 @@ class _Rank:
         self.time.seconds = end + self.time.slowed
 
 
-def _keys(rank: int, calls: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+def _keys(rank: int, calls: Sequence[Call]) -> Iterator[Any]:
     """Yield what is equal on all ranks of a collective: its ranks and its number among theirs."""
     counts: Counter[Any] = Counter()
     for call in calls:

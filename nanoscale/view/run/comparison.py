@@ -5,6 +5,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import duration
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
@@ -17,7 +18,6 @@ from nanoscale.view.blocks import Block, Chart, Report, Table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.run.run_report import curve, figure, thinned
 
-Document = dict[str, Any]
 CURVES = ("loss", "eval_loss", "tokens_per_s")
 _SHARES = (0.25, 0.5, 1.0)
 """The points of the common range at which losses are compared."""
@@ -28,7 +28,7 @@ _ROWS = {
 """The values of each run and their units."""
 
 
-def document(runs: Sequence[RunDirectory]) -> Document:
+def document(runs: Sequence[RunDirectory]) -> Json:
     """Return the whole comparison; unknown values are null. Lists are in the order of the runs."""
     logged = [metrics.read(run) for run in runs]
     return {
@@ -43,7 +43,7 @@ def document(runs: Sequence[RunDirectory]) -> Document:
     }
 
 
-def _summary(run: RunDirectory, records: list[Object]) -> Document:
+def _summary(run: RunDirectory, records: list[Object]) -> Json:
     *_, end = [{}, *_progress(records)]
     seen = steady(run)
     evaluated = [record["eval_loss"] for record in records if record.get("eval_loss") is not None]
@@ -59,7 +59,7 @@ def _summary(run: RunDirectory, records: list[Object]) -> Document:
     }
 
 
-def _differing_keys(runs: Sequence[RunDirectory]) -> list[Document]:
+def _differing_keys(runs: Sequence[RunDirectory]) -> list[Json]:
     """List the configuration keys whose values differ, but for the name of the run."""
     names = [name for name in reference.declared() if name != "run.name"]
     configs = [read_values(run.config, names) for run in runs]
@@ -71,7 +71,7 @@ def _differing_keys(runs: Sequence[RunDirectory]) -> list[Document]:
     ]
 
 
-def _progress(records: list[Object]) -> Iterator[Document]:
+def _progress(records: list[Object]) -> Iterator[Json]:
     """Yield step, tokens, seconds of training and loss of each record; pauses between attempts do not count."""
     seconds, before = 0.0, 0
     for record in records:
@@ -81,7 +81,7 @@ def _progress(records: list[Object]) -> Iterator[Document]:
         yield {**chosen, "seconds": seconds}
 
 
-def _losses(runs: list[list[Document]]) -> Iterator[Document]:
+def _losses(runs: list[list[Json]]) -> Iterator[Json]:
     """Yield the losses at steps and tokens that all runs have logged, and at equal times."""
     for axis in ("step", "tokens"):
         logged = [{it[axis]: it["loss"] for it in run if it[axis] is not None} for run in runs]
@@ -99,7 +99,7 @@ def _losses(runs: list[list[Document]]) -> Iterator[Document]:
             yield {"axis": "seconds", "at": at, "losses": losses}
 
 
-def _loss_after(run: list[Document], seconds: float) -> float | None:
+def _loss_after(run: list[Json], seconds: float) -> float | None:
     """Return the loss after a time, on the line between the logged losses before and after it."""
     known = [(it["seconds"], it["loss"]) for it in run if it["loss"] is not None]
     for (before, first), (after, second) in pairwise(known):
@@ -112,12 +112,12 @@ def _loss_after(run: list[Document], seconds: float) -> float | None:
 # --- the screen and the page ----------------------------------------------------------------------
 
 
-def comparison_report(about: Document) -> Report:
+def comparison_report(about: Json) -> Report:
     names = [run["name"] for run in about["runs"]]
     return Report(f"comparison of {', '.join(names)}", list(_blocks(about, names)))
 
 
-def _blocks(about: Document, names: Sequence[str]) -> Iterator[Block]:
+def _blocks(about: Json, names: Sequence[str]) -> Iterator[Block]:
     figures = [
         (name, *(_figure(run[name], unit) for run in about["runs"])) for name, unit in _ROWS.items()
     ]
@@ -150,7 +150,7 @@ def _curve_lines(metric: str, names: Sequence[str], series: Sequence[Curve], wid
     return "".join(f"{line}\n" for line in [metric, *lines])
 
 
-def _point(row: Document) -> str:
+def _point(row: Json) -> str:
     if row["axis"] == "seconds":
         return duration(row["at"])
     return f"step {row['at']:,}" if row["axis"] == "step" else f"{row['at']:,} tokens"

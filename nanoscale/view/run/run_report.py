@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
+from nanoscale.common.json_text import Json
 from nanoscale.common.units import GIB, byte_size, clock, counted, duration, number
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import usual_mfu, usual_mfu_text
@@ -27,10 +27,9 @@ MOST_POINTS = 600
 """The most points of a curve."""
 _NOTICED = ("straggler", "spike", "zero gradient", "health")
 """Kinds of events that a reader of the report should know."""
-Document = dict[str, Any]
 
 
-def document(run: RunDirectory) -> Document:
+def document(run: RunDirectory) -> Json:
     """Return the whole report; unknown values are null. Times are UNIX seconds, sizes GiB."""
     now, records, happened = status.require(run), metrics.read(run), events.read(run)
     seen = steady(run)
@@ -64,7 +63,7 @@ def document(run: RunDirectory) -> Document:
     }
 
 
-def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> list[Document]:
+def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> list[Json]:
     """Compare prediction and measurement of steady steps; empty if this layout was not planned."""
     plan = prediction(run)
     if plan is None:
@@ -100,7 +99,7 @@ def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> lis
     ]
 
 
-def prediction(run: RunDirectory) -> Document | None:
+def prediction(run: RunDirectory) -> Json | None:
     """Return the prediction of the run; None if there is none.
 
     Raises:
@@ -120,10 +119,10 @@ def _utilization(run: RunDirectory, name: str) -> float | None:
     return 100.0 * float(last[name]) * float(last["step_time_s"]) / seen.seconds
 
 
-def _attempts(happened: list[Object]) -> list[Document]:
+def _attempts(happened: list[Object]) -> list[Json]:
     """Return the attempts: the step before the first, which is None if it trained none, the ranks, and the
     end as the ranks report it."""
-    attempts: list[Document] = []
+    attempts: list[Json] = []
     for event in happened:
         kind = event.get("kind")
         if kind == "attempt":
@@ -138,7 +137,7 @@ def _attempts(happened: list[Object]) -> list[Document]:
     return attempts
 
 
-def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Document]:
+def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Json]:
     """List the existing checkpoints, with the time and duration of their saving if an event has them."""
     saved = {event.get("step"): event for event in happened if event.get("kind") == "checkpoint"}
     return [
@@ -178,12 +177,12 @@ def write_report(run: RunDirectory) -> None:
     write_atomically(run.report, page(run_report(document(run))))
 
 
-def run_report(about: Document) -> Report:
+def run_report(about: Json) -> Report:
     """Return the configuration, the outcome, the curves, and prediction and measurement."""
     return Report(about["run"], list(_blocks(about)), f"Report of the run {about['run']}")
 
 
-def _blocks(about: Document) -> Iterator[Block]:
+def _blocks(about: Json) -> Iterator[Block]:
     yield Lines(_head(about))
     style = {"completed": "green", "failed": "bold red"}.get(about["state"], "bold")
     yield Lines([_outcome(about)], style)
@@ -222,7 +221,7 @@ def _blocks(about: Document) -> Iterator[Block]:
     yield Lines([about["path"]])
 
 
-def _head(about: Document) -> list[str]:
+def _head(about: Json) -> list[str]:
     """Describe the configuration in a few lines."""
     what = about["what"]
     if what is None:
@@ -235,7 +234,7 @@ def _head(about: Document) -> list[str]:
     return job_lines(what, ranks, f", {what['optimizer']}, data {what['data']}{seen}")
 
 
-def _outcome(about: Document) -> str:
+def _outcome(about: Json) -> str:
     of = f" of {about['steps']:,}" if about["steps"] is not None else ""
     words = [f"{about['state']} after step {about['step']:,}{of}"]
     if about["started"] is not None and about["ended"] is not None:
@@ -259,7 +258,7 @@ def figure(value: float | None, unit: str) -> str:
     return f"{value:.1f}%" if unit == "%" else f"{value:,.0f}"
 
 
-def _charts(about: Document) -> Iterator[str]:
+def _charts(about: Json) -> Iterator[str]:
     if not about["curves"]["loss"]:
         return
     starts = [attempt["after_step"] for attempt in about["attempts"] if attempt["after_step"]]
@@ -282,7 +281,7 @@ def _charts(about: Document) -> Iterator[str]:
         )
 
 
-def _curve_lines(about: Document, width: int) -> str:
+def _curve_lines(about: Json, width: int) -> str:
     columns = max(20, min(width, 100) - 40)
     lines = [
         curve_line(known_metrics()[name].label, points, columns)
