@@ -1,7 +1,6 @@
 """DeepSpeed's own configuration, made from ours, for `config show --deepspeed` and for the ranks."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from nanoscale.common.json_text import Json
 from nanoscale.config.dtypes import DTYPES
@@ -114,12 +113,12 @@ def _precision(config: ResolvedConfig) -> Json:
     return settings
 
 
-def owner(extra: Mapping[str, Any]) -> dict[str, str]:
+def owner(extra: Json) -> dict[str, str]:
     """Return the settings within `extra` that a key of ours decides, with that key."""
     return {path: OWNED[path] for path in flat(extra, stop=OWNED.__contains__) if path in OWNED}
 
 
-def unowned(extra: Mapping[str, Any], prefix: str = "") -> Json:
+def unowned(extra: Json, prefix: str = "") -> Json:
     """Return `extra` without the settings that a key of ours decides, and without mappings emptied by that."""
     rest: Json = {}
     for name, value in extra.items():

@@ -349,15 +349,17 @@ class Masked:
         return Batch(hidden, targets)
 
 
+@dataclass(frozen=True)
 class OwnSamples:
     """Samples of the user's own data: a sequence of token ids `[seq_len + 1]`, or of inputs and targets
     `[seq_len]` each, in which -100 is a target without a loss."""
 
-    def __init__(self, sequence: Sequence[Any], seq_len: int, vocab: int) -> None:
-        self._sequence, self._seq_len, self._vocab = sequence, seq_len, vocab
+    sequence: Sequence[Any]
+    seq_len: int
+    vocab: int
 
     def __len__(self) -> int:
-        return len(self._sequence)
+        return len(self.sequence)
 
     def batch(self, numbers: list[int]) -> Batch:
         """Return samples by number, a row each.
@@ -367,7 +369,7 @@ class OwnSamples:
         """
         rows = [self._row(number) for number in numbers]
         inputs, targets = (
-            np.array(each, dtype=np.int64).reshape(-1, self._seq_len)
+            np.array(each, dtype=np.int64).reshape(-1, self.seq_len)
             for each in ([row[0] for row in rows], [row[1] for row in rows])
         )
         return Batch(inputs, targets)
@@ -381,7 +383,7 @@ class OwnSamples:
         return digest.hexdigest()
 
     def _row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        sample, length = self._sequence[number], self._seq_len
+        sample, length = self.sequence[number], self.seq_len
         if isinstance(sample, tuple):
             inputs, targets = (np.asarray(part, dtype=np.int64) for part in sample)
         else:
@@ -390,42 +392,40 @@ class OwnSamples:
         tokens = np.concatenate([inputs, targets[targets != IGNORED]])
         if inputs.shape != (length,) or targets.shape != (length,):
             wrong = f"{list(inputs.shape)} inputs and {list(targets.shape)} targets, and train.seq_len={length}"
-        elif tokens.min() < 0 or tokens.max() >= self._vocab:
-            wrong = f"a token that is not below model.vocab={self._vocab}"
+        elif tokens.min() < 0 or tokens.max() >= self.vocab:
+            wrong = f"a token that is not below model.vocab={self.vocab}"
         else:
             return inputs, targets
         raise UserError("data", f"sample {number} of data() in hooks.path has {wrong}")
 
 
+@dataclass(frozen=True)
 class RandomSamples:
     """Samples of independent tokens, uniform over the vocabulary.
 
     A sample follows from the seed, its split and its number alone, whatever rank reads it.
     """
 
-    def __init__(
-        self, split: int, count: int, seq_len: int, seed: int, vocab: int, labels: int | None = None
-    ) -> None:
-        self._labels = labels
-        self._split = split
-        self._count = count
-        self._seq_len = seq_len
-        self._seed = seed
-        self._vocab = vocab
+    split: int
+    count: int
+    seq_len: int
+    seed: int
+    vocab: int
+    labels: int | None = None
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def batch(self, numbers: list[int]) -> Batch:
         """Return samples by number, a row each."""
-        rows = np.empty((len(numbers), self._seq_len + 1), dtype=np.int64)
+        rows = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
             # Philox counts in the lowest of the four words.
-            counter = np.array([0, number, self._split, 0], dtype=np.uint64)
-            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=counter))
-            row[:] = generator.integers(self._vocab, size=self._seq_len + 1)
+            counter = np.array([0, number, self.split, 0], dtype=np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
+            row[:] = generator.integers(self.vocab, size=self.seq_len + 1)
         batch = Batch.of_rows(rows)
-        if self._labels is None:
+        if self.labels is None:
             return batch
-        is_last = np.arange(self._seq_len) == self._seq_len - 1
-        return Batch(batch.inputs, np.where(is_last, batch.targets % self._labels, IGNORED))
+        is_last = np.arange(self.seq_len) == self.seq_len - 1
+        return Batch(batch.inputs, np.where(is_last, batch.targets % self.labels, IGNORED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare.chat import PLAIN, ChatTokenizer, Renderer, find_template
@@ -39,11 +39,13 @@ def conversing(opened: Opened, *, required: bool = False) -> Iterator[ChatFormat
         renderer.close()
 
 
+@dataclass(frozen=True)
 class ChatFormat:
     """A model's chat template, with its tokenizer."""
 
-    def __init__(self, tokenizer: ChatTokenizer, special: Sequence[str], opened: Opened) -> None:
-        self._tokenizer, self._special, self._opened = tokenizer, special, opened
+    tokenizer: ChatTokenizer
+    special: Sequence[str]
+    opened: Opened
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation up to the answer that follows it.
@@ -52,7 +54,7 @@ class ChatFormat:
             UserError: the template refuses the messages, or they exceed the model's context.
         """
         tokens = self.tokens(self.text(messages))
-        require_room(self._opened, tokens, "conversation")
+        require_room(self.opened, tokens, "conversation")
         return tokens
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -71,25 +73,25 @@ class ChatFormat:
         try:
             text = self._render(dialogue)
         except RecordError:  # a template may refuse such texts; the end of a document remains
-            return self._opened, wish
+            return self.opened, wish
         between = text.partition(_ANSWER)[2].partition(_QUESTION)[0]
-        first = [one for one in self._special if between.strip().startswith(one)]
+        first = [one for one in self.special if between.strip().startswith(one)]
         if first:
-            ends = self._opened.ends | {self.tokens(max(first, key=len))[0]}
-            return replace(self._opened, ends=ends), wish
+            ends = self.opened.ends | {self.tokens(max(first, key=len))[0]}
+            return replace(self.opened, ends=ends), wish
         stops = (*wish.stops, between) if between.strip() else wish.stops
-        return self._opened, replace(wish, stops=stops)
+        return self.opened, replace(wish, stops=stops)
 
     def _render(self, messages: Sequence[Message]) -> str:
         record = json.dumps({"messages": messages}).encode()
-        (outcome,) = self._tokenizer.renderer.render([record])
+        (outcome,) = self.tokenizer.renderer.render([record])
         if isinstance(outcome, RecordError):
             raise outcome
         return outcome.text
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered text, in which special tokens keep their meaning."""
-        ((ids, _),) = self._tokenizer.encode([Chat(text, ())])
+        ((ids, _),) = self.tokenizer.encode([Chat(text, ())])
         found: list[int] = ids.tolist()
         return found
 

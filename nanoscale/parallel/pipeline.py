@@ -52,6 +52,7 @@ MULTI: dict[str, type[PipelineScheduleMulti]] = {
     "dualpipev": ScheduleDualPipeV,
 }
 
+Operations = list[dist.P2POp]
 Loss = Callable[[Tensor], Tensor]
 """A function from the sum of the losses of a micro batch to the loss of the backward pass."""
 
@@ -197,14 +198,14 @@ class _Stage(PipelineStage):
         return result
 
     # From torch 2.14 on, the last argument is the group of a direction.
-    def _get_recv_ops(self, recv_infos: Any, *group: Any) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos: Any, *group: Any) -> Operations:
         for info in recv_infos:
             empty = info.empty
             memory = torch.empty(empty.shape, dtype=empty.dtype, device=empty.device)
             info.buffer = memory.requires_grad_(empty.requires_grad)
         return super()._get_recv_ops(recv_infos, *group)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Operations:
         return [] if self.is_first else super().get_fwd_recv_ops(fwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -218,13 +219,13 @@ class _Stage(PipelineStage):
 
     # What is sent
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Operations:
         return self._send("output", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Operations:
         return self._send("gradient", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _send(self, what: str, micro_batch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _send(self, what: str, micro_batch: int, operations: Operations) -> Operations:
         """Start to send; return the operations that are left to the schedule."""
         if self.arrived is None:
             return operations

@@ -6,11 +6,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer, exit_code_of_signal
@@ -256,7 +256,7 @@ def _run_array(start: _Start, requests: Sequence[Request]) -> int:
 
 def _report(
     start: _Start, rows: Sequence[Json], failed: Sequence[Trial],
-    stopped_by: Signals | None, more: Mapping[str, Any] | None = None,
+    stopped_by: Signals | None, more: Json | None = None,
 ) -> int:  # fmt: skip
     """Keep and show the result; return the exit code of the command.
 
@@ -392,7 +392,7 @@ def _require_disk(
     refuse(savings, trials, at_once, alternatives)
 
 
-def _cost(request: Request, plan: Mapping[str, Any]) -> tuple[float, int]:
+def _cost(request: Request, plan: Json) -> tuple[float, int]:
     """Return the planned seconds that are left of a trial, and its ranks."""
     from nanoscale.runs import metrics
 

@@ -71,6 +71,7 @@ _BEGIN, _END = "answer_begin_mark", "answer_end_mark"
 """The variables of a template that hold the marks of its answers."""
 NO_FIELD = "has no field"
 Message = dict[str, Any]
+Messages = Sequence[Message]
 
 
 class RecordError(Exception):
@@ -101,7 +102,7 @@ class Template:
     variables: tuple[tuple[str, Any], ...] = ()
     """The names of the record's tools and other variables, with their values."""
 
-    def chat(self, messages: Sequence[Message]) -> Chat:
+    def chat(self, messages: Messages) -> Chat:
         """Render a conversation.
 
         Raises RecordError if the template refuses the messages, or does not render their answers.
@@ -123,11 +124,11 @@ class Template:
             raise RecordError("has answers that are not learned, and no block for each answer")
         return Chat(whole, tuple(compress(blocks, learned)))
 
-    def question(self, messages: Sequence[Message]) -> Chat:
+    def question(self, messages: Messages) -> Chat:
         """Render a conversation up to the answer that follows it. Raises RecordError."""
         return Chat(self._render(messages, asks=True), ())
 
-    def refuse_special(self, messages: Sequence[Message]) -> None:
+    def refuse_special(self, messages: Messages) -> None:
         """Raise RecordError if a message or a variable has a special token, or a message an unknown role.
 
         The tags around an answer's thought may be special tokens that the template itself looks for.
@@ -149,7 +150,7 @@ class Template:
         if forged:
             raise RecordError(f"has the special token {min(forged)} in a message's text")
 
-    def _blocks(self, whole: str, messages: Sequence[Message]) -> tuple[tuple[int, int], ...]:
+    def _blocks(self, whole: str, messages: Messages) -> tuple[tuple[int, int], ...]:
         """Return the begin and end of each `{% generation %}` block, which the template has for its answers."""
         begin, end = _marks(whole)
         marked = self._render(messages, False, **{_BEGIN: begin, _END: end})
@@ -162,7 +163,7 @@ class Template:
             raise RecordError("has no certain answers: the chat template reads its own text")
         return tuple(answers)
 
-    def _answer(self, whole: str, messages: Sequence[Message], number: int) -> tuple[int, int]:
+    def _answer(self, whole: str, messages: Messages, number: int) -> tuple[int, int]:
         begin = self._begin_of(messages[:number], whole, messages)
         end = None if begin is None else self._end_of(begin, whole, messages, number)
         if begin is None or end is None or begin > end:
@@ -189,7 +190,7 @@ class Template:
         """Return the special token with which a text begins; "" if there is none."""
         return max((token for token in self.special if text.startswith(token)), key=len, default="")
 
-    def _next_opening(self, whole: str, messages: Sequence[Message]) -> str:
+    def _next_opening(self, whole: str, messages: Messages) -> str:
         """Return the special token with which a question after the last answer would begin; "" for none."""
         with suppress(RecordError):
             longer = self._render([*messages, {"role": "user", "content": "…"}])
@@ -199,9 +200,7 @@ class Template:
                 return rest[: len(rest) - len(rest.lstrip())] + token if token else ""
         return ""
 
-    def _begin_of(
-        self, first: Sequence[Message], whole: str, messages: Sequence[Message]
-    ) -> int | None:
+    def _begin_of(self, first: Messages, whole: str, messages: Messages) -> int | None:
         """Return the position at which the answer to the first messages begins; None if it is not certain.
 
         The answer follows the generation prompt. Some prompts end with a tag that opens a thought. If the
@@ -222,9 +221,7 @@ class Template:
                     return at + length
         return None
 
-    def _end_of(
-        self, begin: int, whole: str, messages: Sequence[Message], number: int
-    ) -> int | None:
+    def _end_of(self, begin: int, whole: str, messages: Messages, number: int) -> int | None:
         """Return the end of an answer; None if that is not certain."""
         for at, text in self._common(messages[: number + 1], whole, messages):
             if whole.startswith(text, at):
@@ -245,7 +242,7 @@ class Template:
         return begin + len(longest) if longest.rstrip().endswith(self.special) else None
 
     def _common(
-        self, first: Sequence[Message], whole: str, messages: Sequence[Message], asks: bool = False
+        self, first: Messages, whole: str, messages: Messages, asks: bool = False
     ) -> Iterator[tuple[int, str]]:
         """Yield positions in the text of all messages from which on it should begin with the given text, which
         ends the text of the first messages.
@@ -268,7 +265,7 @@ class Template:
         if is_in_all and is_in_first and is_certain:
             yield len(begin), rest_alone
 
-    def _render(self, messages: Sequence[Message], asks: bool = False, **more: str) -> str:
+    def _render(self, messages: Messages, asks: bool = False, **more: str) -> str:
         try:
             text: str = compiled(self.source).render(
                 messages=messages,

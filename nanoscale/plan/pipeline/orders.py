@@ -10,6 +10,7 @@ to 2.13 runs these orders, which sometimes differ from the papers.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -93,23 +94,24 @@ def warmup(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank
     return min(most, earlier_stages + (2 * hops if schedule == "interleaved-1f1b" else hops))
 
 
+@dataclass(frozen=True)
 class _InRounds:
     """Rounds: a group of micro batches through the first stage of a rank, through the second, ..., the next
     group."""
 
-    def __init__(self, stages: list[int], places: Sequence[tuple[int, int]]) -> None:
-        self._stages, self._places = stages, places
+    stages: list[int]
+    places: Sequence[tuple[int, int]]
 
     def forward(self, count: int) -> tuple[int, int]:
         """Return stage and micro batch of the rank's forward pass number `count`."""
-        turn, batch = self._places[count]
-        return self._stages[turn], batch
+        turn, batch = self.places[count]
+        return self.stages[turn], batch
 
     def backward(self, count: int) -> tuple[int, int]:
         """Return stage and micro batch of the rank's backward pass number `count`. The last stage comes
         first."""
-        turn, batch = self._places[count]
-        return self._stages[-1 - turn], batch
+        turn, batch = self.places[count]
+        return self.stages[-1 - turn], batch
 
 
 def _places(length: int, stages: int, total: int) -> list[tuple[int, int]]:
