@@ -8,7 +8,6 @@ A file is filled while the next step is computed, and it is complete before the 
 step. So no rank can begin to overwrite a state before all ranks have completed the next one.
 """
 
-import _thread
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
@@ -29,14 +28,13 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.checkpoint.staging import Staging, State, aligned
+from nanoscale.checkpoint.staging import Staging, State, aligned, in_thread
 from nanoscale.common.units import byte_size
 from nanoscale.models.initialization import local_region
 from nanoscale.parallel import process_group
 from nanoscale.processes.peer_files import COMMITTED, PeerFiles, write_committed
 from nanoscale.runs.memory_order import MemoryOrder, file_name, index_with_sum
 
-T = TypeVar("T")
 Boxes = tuple[Box, ...]
 Part = tuple[str, Boxes, int]
 """A tensor of a rank: its name, its boxes and its bytes."""
@@ -109,6 +107,15 @@ class MemoryWriter:
         self._peer: PeerFiles | None = None
         self._peer_lost = order.peer is None
         self._writing: Future[None] | None = None
+        self._next: Future[_Slot] | None = None
+        """A file that is being made."""
+
+    def prepare(self, state: Callable[[], State]) -> None:
+        """Begin to make the file of the next checkpoint, if it can be made; all ranks call it after a step."""
+        if not self._names:
+            self._divide(state())
+        if len(self._slots) < 2 and self._writing is None:
+            self._next = self._next or self._begin_slot()
 
     def begin(self, state: State, manifest: dict[str, Any]) -> None:
         """Write the present state, while the training continues; the one before it is complete.
@@ -119,7 +126,7 @@ class MemoryWriter:
         self.settle()
         if self._names != tuple(state):
             self._divide(state)
-        slot = self._oldest_slot()
+        slot = self._next_slot()
         # Until the new one is complete, only the file of the other slot counts.
         slot.committed.unlink(missing_ok=True)
         slot.staging.copy({name: _local(state[name]) for name in self._shares.local})
@@ -128,22 +135,27 @@ class MemoryWriter:
         self._writing = in_thread(partial(self._complete, slot, self._count, manifest))
         self._count += 1
 
-    def _oldest_slot(self) -> _Slot:
-        """Return the file to overwrite; the second one is made once a new state is complete on all ranks.
+    def _next_slot(self) -> _Slot:
+        """Return the file to overwrite: the oldest one if there are two."""
+        if len(self._slots) == 2:
+            self._slots.reverse()
+        else:
+            making, self._next = self._next or self._begin_slot(), None
+            self._slots.append(making.result())
+        return self._slots[-1]
+
+    def _begin_slot(self) -> Future[_Slot]:
+        """Make a file in another thread; the second one once a new state is complete on all ranks.
 
         By then no rank needs the state that the attempt began with, whose files are removed here.
         """
-        if len(self._slots) == 2:
-            self._slots.reverse()
-            return self._slots[1]
         folder = Path(self._order.folder)
         if self._slots:
             for path in folder.glob("*-*-*-*.*"):
                 if int(path.name.partition("-")[0]) < self._order.attempt:
                     path.unlink(missing_ok=True)
         path = folder / file_name(self._order, self._rank, len(self._slots))
-        self._slots.append(_Slot(path, self._size, self._pinned))
-        return self._slots[-1]
+        return in_thread(partial(_Slot, path, self._size, self._pinned))
 
     def forget(self) -> None:
         """Give up all states so far: the training returns to a checkpoint on disk from before them."""
@@ -202,6 +214,8 @@ class MemoryWriter:
 
     def _divide(self, state: State) -> None:
         """Decide with all ranks which rank writes which tensors, and begin new files."""
+        if self._next is not None:
+            self._next_slot()
         for slot in self._slots:
             slot.remove()
         self._names = tuple(state)
@@ -266,17 +280,3 @@ def _local(value: Tensor) -> Tensor:
     if isinstance(value, FlatShard):
         return value.local
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
-
-
-def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Run `action` in a daemon thread, which does not keep a failing process alive."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    _thread.start_new_thread(run, ())  # unlike `Thread.start`, it does not wait for the thread
-    return outcome

@@ -1,6 +1,7 @@
 """The writer of checkpoints: the training thread itself, which waits, or a background thread."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.checkpoint.memory_writer import in_thread
-from nanoscale.checkpoint.staging import Staging, State
+from nanoscale.checkpoint.staging import Staging, State, in_thread
 from nanoscale.checkpoint.uploader import Uploader
 from nanoscale.config.schema import Checkpoint
 
@@ -45,8 +45,18 @@ class Saver:
         self._writing: Future[Saved] | None = None
         self._stall_s = 0.0
         self._undeleted: dict[int, str] = {}
-        target = settings.upload if rank == 0 else None
-        self._uploader = Uploader(workspace, target) if target else None
+        self.open()
+
+    def open(self) -> None:
+        """Begin to upload, also after a rollback has closed the uploader."""
+        target = self._settings.upload if self._rank == 0 else None
+        self._uploader = Uploader(self._workspace, target) if target else None
+
+    def prepare(self, state: Callable[[], State]) -> None:
+        """Begin to allocate what the first due save in the background needs."""
+        due = self._settings
+        if due.asynchronous and (due.every or due.every_minutes or due.keep_best):
+            self._staging.prepare(state)
 
     def close(self, outcome: str) -> None:
         """Wait for the uploads at the end of a training that is "completed", "stopped" or "failed"."""

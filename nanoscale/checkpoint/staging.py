@@ -5,11 +5,15 @@ host memory, in parallel with the forward and backward passes of the next step: 
 copied on a stream of their own, for which only the next update waits.
 """
 
+import _thread
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +23,10 @@ from torch.distributed.tensor import DTensor
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.models.initialization import local_region
 
+T = TypeVar("T")
 State = dict[str, Tensor]
+Layout = list[tuple[torch.dtype, torch.Size]]
+"""The types and shapes of the tensors of a copy."""
 CHANGED_BY_OPTIMIZER = ("model.", "optimizer.")
 """Prefixes of the names of these tensors; see `Engine.state`."""
 
@@ -34,8 +41,9 @@ class Staging:
     def __init__(self, buffer: Tensor | None = None) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
         self._is_given = buffer is not None
-        self._layout: list[tuple[torch.dtype, torch.Size]] = []
-        self._copies: list[Tensor] = []
+        self._is_pinned = False
+        self._layout: Layout = []
+        self._copies: Future[list[Tensor]] = Future()
         """The buffer's memory for tensors of this layout."""
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -46,13 +54,18 @@ class Staging:
         self._filled = threading.Event()
         self._filled.set()
 
+    def prepare(self, state: Callable[[], State]) -> None:
+        """Begin to allocate the buffer for such states in another thread, unless it has been."""
+        if not self._layout:
+            self._lay_out([*chain.from_iterable(map(_local_tensors, state().values()))])
+
     def copy(self, state: State) -> State:
         """Return a copy of the present state; it is complete once `fill` has returned."""
         tensors_of = {name: _local_tensors(value) for name, value in state.items()}
         self._sources = all_tensors = list(chain.from_iterable(tensors_of.values()))
         on_gpu = any(tensor.is_cuda for tensor in all_tensors)
-        self._lay_out(all_tensors, pin=on_gpu)
-        copies = iter(self._copies)
+        self._lay_out(all_tensors)
+        copies = iter(self._copies.result())
         staged = {}
         with self._on_copy_stream(on_gpu):
             for name, tensors in tensors_of.items():
@@ -72,7 +85,6 @@ class Staging:
             self._pending.clear()
             self._filled.set()
         if self._copied is not None:
-            torch.cuda.set_device(self._copied.device)  # a new thread starts on the first device
             self._copied.synchronize()
         self._sources = []
 
@@ -97,26 +109,33 @@ class Staging:
             yield
         self._copied = self._stream.record_event()
 
-    def _lay_out(self, tensors: list[Tensor], *, pin: bool) -> None:
-        """Give each tensor its copy in the buffer, unless the copies before had the same layout.
+    def _lay_out(self, tensors: list[Tensor]) -> None:
+        """Begin to give each tensor its copy, unless the copies before had the same layout."""
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if layout != self._layout:
+            pin = any(tensor.is_cuda for tensor in tensors)
+            if self._layout:
+                self._copies.result()
+            self._layout, self._copies = layout, in_thread(partial(self._allocate, layout, pin))
+
+    def _allocate(self, layout: Layout, pin: bool) -> list[Tensor]:
+        """Return the copies in the buffer, a new one if the size has changed.
 
         One buffer holds all of them: PyTorch's own pinned memory would round each up to a power of two.
         """
-        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if layout == self._layout:
-            return
-        starts = [*accumulate((aligned(tensor.nbytes) for tensor in tensors), initial=0)]
+        sizes = [dtype.itemsize * shape.numel() for dtype, shape in layout]
+        starts = [*accumulate(map(aligned, sizes), initial=0)]
         if self._buffer.nbytes != starts[-1]:
             assert not self._is_given, "the state has other sizes than its file"
-            if self._copied is not None:
+            if self._is_pinned:
                 unpin_memory(self._buffer.data_ptr())
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
             if pin:
                 pin_memory(self._buffer.data_ptr(), self._buffer.nbytes)
-        self._layout = layout
-        self._copies = [
-            self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for tensor, start in zip(tensors, starts, strict=False)
+            self._is_pinned = pin
+        return [
+            self._buffer[start : start + size].view(dtype).view(shape)
+            for (dtype, shape), size, start in zip(layout, sizes, starts, strict=False)
         ]
 
     def _copy(self, name: str, source: Tensor, copy: Tensor) -> Tensor:
@@ -124,6 +143,23 @@ class Staging:
             self._pending.append((copy, source))
             return copy
         return copy.copy_(source, non_blocking=True)
+
+
+def in_thread(action: Callable[[], T]) -> Future[T]:
+    """Run `action` in a daemon thread, which does not keep a failing process alive, on the present device."""
+    outcome: Future[T] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread starts on the first device
+            outcome.set_result(action())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    _thread.start_new_thread(run, ())  # unlike `Thread.start`, it does not wait for the thread
+    return outcome
 
 
 def aligned(size: int) -> int:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from nanoscale.backends.base import Engine
-from nanoscale.checkpoint import saver, sharded, store
+from nanoscale.checkpoint import saver, sharded, staging, store
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
@@ -69,7 +69,9 @@ class Disk:
         patches.replace(store, "prune", lambda *_: store.Pruned([], {}))
         patches.replace(process_group, "gather", _gather)
         patches.replace(process_group, "broadcast", _broadcast)
-        patches.replace(saver, "in_thread", at_once)
+        patches.replace(saver.Saver, "prepare", ignore)  # the only save follows the last step
+        for module in (saver, staging):
+            patches.replace(module, "in_thread", at_once)
         patches.replace(load, "read_part", _without_numbers)
         patches.replace(layer_statistics, "_append", ignore)
 

@@ -58,19 +58,34 @@ class CheckpointWriter:
     rank: int
     note: Note
     callbacks: Callbacks
-    memory: MemoryWriter | None = None
-    """The writer of checkpoints in memory, of the training before a rollback."""
+    before: CheckpointWriter | None = None
+    """The writer of the training before a rollback, whose buffers stay."""
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
-        self.engine.before_update(self.saver.hold)
-        every = self.config.checkpoint.memory_every
-        if self.memory is None and every and (order := memory_order()):
-            self.memory = MemoryWriter(order, self.rank, partial(self.note, "memory"))
-            self.engine.before_update(self.memory.hold)
-            self.engine.before_norm = self.memory.settle
+        before, self.before = self.before, None
+        if before is None:
+            self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
+            self.engine.before_update(self.saver.hold)
+            self.memory = self._memory_writer()
+        else:
+            self.saver, self.memory = before.saver, before.memory
+            self.saver.open()
         self.saved_step = self.compared_step = self.progress.step
         self.remembered_step = 0
+
+    def _memory_writer(self) -> MemoryWriter | None:
+        if not self.config.checkpoint.memory_every or not (order := memory_order()):
+            return None
+        writer = MemoryWriter(order, self.rank, partial(self.note, "memory"))
+        self.engine.before_update(writer.hold)
+        self.engine.before_norm = writer.settle
+        return writer
+
+    def prepare(self) -> None:
+        """Begin to allocate what the first checkpoints need, while the training continues."""
+        self.saver.prepare(self.engine.state)
+        if self.memory is not None:
+            self.memory.prepare(self.engine.state)
 
     def save(self, *, waits: bool, by_time: bool) -> None:
         """Write a checkpoint of this step; old ones are deleted.

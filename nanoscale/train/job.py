@@ -14,7 +14,6 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import memory_reader, sharded, store
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
-from nanoscale.checkpoint.memory_writer import MemoryWriter
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import LostPeerError, UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
@@ -40,7 +39,7 @@ from nanoscale.runs.goodput import Tally
 from nanoscale.runs.memory_order import read_order as memory_order
 from nanoscale.runs.rank_context import RankContext
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.checkpointing import Progress, make_callbacks
+from nanoscale.train.checkpointing import CheckpointWriter, Progress, make_callbacks
 from nanoscale.train.evaluations import Evaluations, sample
 from nanoscale.train.loop import Training
 from nanoscale.train.non_finite import MOST_STEPS, find_cause, on_ranks
@@ -106,7 +105,7 @@ def run(context: RankContext) -> str:
             if (memory := training.checkpoints.memory) is not None:
                 memory.forget()
             progress = roll_back(context, training, data, error, rollbacks)
-            training = make_training(context, engine, data, progress, memory)
+            training = make_training(context, engine, data, progress, training.checkpoints)
     agreement.close()
     training.close_sinks(outcome)
     if outcome == "completed" and config.train.sample_tokens > 0:
@@ -121,12 +120,12 @@ def make_training(
     engine: Engine,
     data: Dataset,
     progress: Progress,
-    memory: MemoryWriter | None = None,
+    before: CheckpointWriter | None = None,
 ) -> Training:
     """Open the outputs of a training that continues from a state of progress.
 
     Args:
-        memory: the writer of checkpoints in memory, after a rollback.
+        before: the writer of checkpoints of the training before a rollback.
     """
     config, device, note = context.config, engine.device, make_note(context)
     subject, plan = Subject(context.run, config, context.workspace, context.attempt), None
@@ -147,7 +146,7 @@ def make_training(
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
         hosts=process_group.gather(context.host),
         callbacks=make_callbacks(config, context.run.path, context.rank, engine),
-        memory=memory,
+        before=before,
     )
 
 

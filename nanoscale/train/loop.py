@@ -12,7 +12,6 @@ import torch
 
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
-from nanoscale.checkpoint.memory_writer import MemoryWriter
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.training_phases import lr_factor, phase_at, samples_after
 from nanoscale.data.dataset import Dataset
@@ -53,8 +52,8 @@ class Training:
     hosts: Sequence[str] = ()
     """The host of each rank; empty: late ranks are not looked for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    memory: MemoryWriter | None = None
-    """The writer of checkpoints in memory, of the training before a rollback."""
+    before: CheckpointWriter | None = None
+    """The writer of checkpoints of the training before a rollback."""
     tally: Tally | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +74,7 @@ class Training:
         self.step_log = StepLog(engine, progress, self.meter, self.note, self.hosts)
         self.checkpoints = CheckpointWriter(
             self.workspace, config, engine, self.data.fingerprint, progress, self.rank, self.note,
-            self.callbacks, self.memory,
+            self.callbacks, self.before,
         )  # fmt: skip
 
     def run(self, agreement: Agreement) -> str:
@@ -137,6 +136,8 @@ class Training:
                 agreement.saved()
             if is_due(step, checkpoint.memory_every):
                 self.checkpoints.remember()
+            if not result.skipped:  # its update would have made the moments
+                self.checkpoints.prepare()
         if reason := self.reason_to_stop():
             self.note("enough", f"the training ends at step {self.progress.step}: {reason}")
         self.recorder.end(self.progress.step + 1)

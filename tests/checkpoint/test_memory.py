@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -27,9 +28,12 @@ from nanoscale.agent.memory_keeper import MemoryKeeper, keeper_for
 from nanoscale.checkpoint import memory_reader
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.memory_writer import Boxes, MemoryWriter, SharedMemoryError, _Slot, divide
+from nanoscale.checkpoint.saver import Saver
 from nanoscale.checkpoint.staging import Staging
+from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import LostPeerError
 from nanoscale.config.machines import Host
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
@@ -383,30 +387,119 @@ def test_a_job_on_one_host_has_no_server(monkeypatch: pytest.MonkeyPatch) -> Non
         scratch.remove(keeper.folder)
 
 
-def train_rank(rank: int, path: Path, folder: str) -> None:
+def train_rank(rank: int, path: Path, folder: str, stop: StopFlag | None = None) -> str:
     os.environ[MEMORY] = folder
-    jobs.train_rank(rank, path, StopFlag())
+    return jobs.train_rank(rank, path, stop or StopFlag())
 
 
 def test_planned_bytes_are_those_of_two_real_ranks(
     tmp_path: Path, keepers: list[MemoryKeeper]
 ) -> None:
-    jobs.write_tokens(tmp_path)
-    saving = Checkpoint(memory_every=1, every_minutes=0, at_end=False)
-    config = jobs.make_config(tmp_path, dp=2, stage=3, steps=2, checkpoint=saving)
-    run, folder = jobs.make_run(config), keepers[0].folder
-    write_order(MemoryOrder(str(folder), KEY.hex(), 1, 0, 1, 2, None, None))
-    run_ranks(train_rank, 2, run.path, str(folder))
-    written = sum(path.stat().st_size for path in folder.glob("*.data"))
+    path, folder, config = saving_run(
+        tmp_path, keepers[0].folder, 2, replace(IN_MEMORY, memory_every=1)
+    )
+    run_ranks(train_rank, 2, path, folder)
+    written = sum(path.stat().st_size for path in Path(folder).glob("*.data"))
     assert written == pytest.approx(shared_memory_bytes(config, 2), rel=0.01)
+
+
+class Slow(StopFlag):
+    """Holds the allocation for the first checkpoint, in memory or on disk, until `steps` steps are done."""
+
+    def __init__(self, on_disk: bool, steps: int) -> None:
+        self.on_disk, self.steps, self.questions = on_disk, steps, 0
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        if not self.questions:
+            self._patch()
+        if self.questions == self.steps:
+            assert self.begun.wait(60), "nothing has been allocated before the checkpoint is due"
+            self.gate.set()
+        self.questions += 1
+        return False
+
+    def _patch(self) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        owner: Any = Staging if self.on_disk else os
+        name = "_allocate" if self.on_disk else "posix_fallocate"
+        plain = getattr(owner, name)
+
+        def slow(*args: Any) -> Any:
+            self.begun.set()
+            assert self.gate.wait(60)
+            return plain(*args)
+
+        setattr(owner, name, slow)
+
+
+def saving_run(
+    folder: Path, memory: Path, steps: int, saving: Checkpoint
+) -> tuple[Path, str, ResolvedConfig]:
+    """Return the path, the memory's folder and the configuration of a job on two ranks."""
+    jobs.write_tokens(folder)
+    config = jobs.make_config(folder, dp=2, stage=3, steps=steps, checkpoint=saving)
+    write_order(MemoryOrder(str(memory), KEY.hex(), 1, 0, 1, 2, None, None))
+    return jobs.make_run(config).path, str(memory), config
+
+
+IN_MEMORY = Checkpoint(memory_every=3, every_minutes=0, at_end=False)
+ON_DISK = Checkpoint(every=3, every_minutes=0, at_end=False, asynchronous=True)
+
+
+@pytest.mark.parametrize("saving", [IN_MEMORY, ON_DISK], ids=["in memory", "on disk"])
+def test_memory_of_the_first_checkpoint_is_allocated_while_steps_continue(
+    tmp_path: Path, keepers: list[MemoryKeeper], saving: Checkpoint
+) -> None:
+    path, folder, _ = saving_run(tmp_path, keepers[0].folder, 7, saving)
+    stop = Slow(saving.asynchronous, steps=2)
+    assert run_ranks(train_rank, 2, path, folder, stop) == ["completed"] * 2
+    if saving is ON_DISK:
+        assert [it.step for it in list_checkpoints(RunDirectory(path).checkpoints)] == [3, 6]
+    else:
+        assert sorted(about["step"] for _, about in committed_in(Path(folder))) == [3, 3, 6, 6]
+
+
+@pytest.mark.parametrize("saving", [IN_MEMORY, ON_DISK], ids=["in memory", "on disk"])
+def test_a_job_ends_while_memory_is_allocated(
+    tmp_path: Path, keepers: list[MemoryKeeper], saving: Checkpoint
+) -> None:
+    path, folder, _ = saving_run(tmp_path, keepers[0].folder, 2, saving)
+    start = time.monotonic()
+    stop = Slow(saving.asynchronous, steps=9)
+    assert run_ranks(train_rank, 2, path, folder, stop) == ["completed"] * 2
+    assert time.monotonic() - start < 50, "it does not wait for the gate"
+
+
+def test_prepared_shared_memory_that_is_too_small_fails_the_first_checkpoint(
+    tmp_path: Path, keepers: list[MemoryKeeper]
+) -> None:
+    path, folder, _ = saving_run(tmp_path, keepers[0].folder, 5, IN_MEMORY)
+    with pytest.raises(RuntimeError, match="for a checkpoint in memory does not fit into"):
+        run_ranks(train_in_full_memory, 2, path, folder)
+    assert jobs.read_metrics(RunDirectory(path))[-1]["step"] == 3
+
+
+def train_in_full_memory(rank: int, path: Path, folder: str) -> None:
+    os.posix_fallocate = full
+    train_rank(rank, path, folder)
+
+
+def full(*_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_nothing_is_allocated_without_a_checkpoint_that_needs_it(tmp_path: Path) -> None:
+    def state() -> dict[str, torch.Tensor]:
+        raise AssertionError("it is not asked for")
+
+    for saving in (Checkpoint(every=3), Checkpoint(every_minutes=0, asynchronous=True)):
+        Saver(tmp_path, saving, 1).prepare(state)
 
 
 def test_too_little_shared_memory_is_an_error_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=2**20))
     with pytest.raises(SharedMemoryError) as caught:
