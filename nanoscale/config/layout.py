@@ -5,9 +5,11 @@ torch.distributed.pipelining's schedules: their constructors' limits, and the re
 actions, which deadlock or not.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nanoscale.config import parameters
 from nanoscale.config.parameters import block_products
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.schema import Model
@@ -67,6 +69,18 @@ def is_replicated(config: ResolvedConfig) -> bool:
     whole = config.zero.stage == 0 and layout.tp == layout.pp == layout.ep == 1
     alike = precision.params == precision.compute == precision.reduce
     return whole and alike and layout.dp * layout.cp > 1
+
+
+def narrow_weights(config: ResolvedConfig) -> int:
+    """Count the weights of a block on a rank of tp that FSDP2 gathers in 8 bits (`parallel.narrow_gathers`)."""
+    layout, precision = config.parallel, config.precision
+    is_sharded = config.zero.stage > 0 and layout.dp * layout.cp > layout.dp_replicate
+    scales = precision.fp8_recipe if precision.fp8 else None
+    if scales != "tensorwise" or not is_sharded or config.offloads or keeps_frozen_whole(config):
+        return 0
+    table = parameters.block(config.model).items()
+    linear = [it for name, it in table if name != "mlp.router.weight" and not it.is_expert]
+    return sum(math.prod(it.local(layout.tp)) for it in linear if not it.is_vector)
 
 
 def keeps_frozen_whole(config: ResolvedConfig) -> bool:

@@ -22,7 +22,7 @@ With `zero.offload_param=cpu` shards, their gradients and the optimizer are in h
 copied to the device before it is gathered, and its reduced gradient back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,12 @@ from torch.distributed.tensor import Shard
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES
-from nanoscale.config.layout import keeps_frozen_whole
+from nanoscale.config.layout import keeps_frozen_whole, narrow_weights
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision
 from nanoscale.models.lora import frozen_matrices
 from nanoscale.models.transformer import Transformer
+from nanoscale.parallel import narrow_gathers
 from nanoscale.parallel.expert import experts_of, shard_dimension
 from nanoscale.parallel.mesh import ExpertLayout
 
@@ -75,6 +76,9 @@ def shard(
     fully_shard(model, **options)
     if config.precision.reduce in ("bf16", "fp16"):
         _add_in_fp32(model, TORCH_DTYPES[config.precision.reduce])
+    if narrow_weights(config):
+        parameters = [parameter for group in _groups(model) for parameter in group.fsdp_params]
+        narrow_gathers.apply(model, parameters, TORCH_DTYPES[config.precision.compute])
     # FSDP2 gathers one block ahead if the host is ahead; with ep the host waits in every block.
     if config.zero.prefetch > 1 or experts is not None:
         _prefetch(list(model.layers.values()), config.zero.prefetch)
@@ -92,12 +96,17 @@ def _add_in_fp32(model: nn.Module, reduce_dtype: torch.dtype) -> None:
         for parameter in group.fsdp_params:
             parameter.reduce_dtype = torch.float32  # of what is added
 
+    for group in _groups(model):
+        group._init_mp_dtypes = partial(separate, group, group._init_mp_dtypes)
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that FSDP2 gathers together."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                if group is not None:
-                    group._init_mp_dtypes = partial(separate, group, group._init_mp_dtypes)
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            yield from (it for it in groups if it is not None)
 
 
 def _prefetch(layers: list[Any], depth: int) -> None:

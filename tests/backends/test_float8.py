@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nanoscale.backends import low_bits
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.models.head import Head
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import process_group, tensor
+from nanoscale.parallel import narrow_gathers, process_group, tensor
+from tests.backends.test_mxfp8 import job, write_tokens
+from tests.support.layouts import record_all
 from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
 
 torchao = pytest.importorskip("torchao.float8.float8_linear", reason="pip install 'torchao>=0.15'")
 
@@ -111,3 +119,54 @@ def test_matrices_that_would_be_slower_stay_as_they_are(recipe: str, kept: str) 
     products = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(in_8_bits(model)) == len(products) - len(kept.split())
     assert not any(name.endswith(tuple(kept.split())) for name in in_8_bits(model))
+
+
+Trained = list[tuple[float, float]]
+"""Loss and norm of the gradients of each step."""
+
+
+def trained(rank: int, config: ResolvedConfig) -> Trained:
+    return [(record["loss"], record["grad_norm"]) for record in record_all(rank, config)]
+
+
+def in_8_and_in_16_bits(rank: int, configs: list[ResolvedConfig]) -> list[tuple[Trained, Trained]]:
+    """Train with gathers in 8 bits, then with gathers in 16 bits."""
+    return [in_both(rank, config) for config in configs]
+
+
+def in_both(rank: int, config: ResolvedConfig) -> tuple[Trained, Trained]:
+    with pytest.MonkeyPatch.context() as patch:
+        cast, extend = list[None](), narrow_gathers._extend
+        patch.setattr(narrow_gathers, "_extend", lambda *it: cast.append(extend(*it)))
+        narrow = trained(rank, config)
+        assert len(cast) == len(narrow) * config.model.layers * PRODUCTS * gathers(config)
+        patch.setattr(narrow_gathers, "apply", lambda *_: None)
+        return narrow, trained(rank, config)
+
+
+def gathers(config: ResolvedConfig) -> float:
+    """Return the passes of a step in which a rank casts each of its blocks."""
+    micro_batches = config.train.global_batch // config.train.micro_batch // config.parallel.dp
+    each = config.zero.stage == 3 and config.parallel.pp == 1
+    return (micro_batches if each else 1) / config.parallel.pp
+
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "2 ranks": [{"dp": 2, "stage": 3}, {"dp": 2, "stage": 1}],
+    "4 ranks": [
+        {"dp": 2, "tp": 2, "stage": 3, "activation_checkpointing": "full"},
+        {"dp": 2, "pp": 2, "stage": 1},
+        {"dp": 4, "dp_replicate": 2, "stage": 3, "micro_batch": 1},
+        {"dp": 2, "cp": 2, "stage": 2},
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", usual_rows(LAYOUTS, ["2 ranks"]))
+def test_gathers_in_8_bits_change_no_number(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    write_tokens(tmp_path)
+    shape = replace(SHAPE, layers=4, kv_heads=4, ffn=126)  # 126 rows over 4 ranks are padded
+    configs = [job(tmp_path, recipe="tensorwise", shape=shape, **row) for row in rows]
+    for narrow, wide in run_ranks(in_8_and_in_16_bits, configs[0].world_size, configs)[0]:
+        assert narrow == wide

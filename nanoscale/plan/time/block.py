@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from nanoscale.config import model_math, parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
+from nanoscale.config.layout import narrow_weights
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Hardware, Software
@@ -107,6 +108,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         windowed=_windowed_share(config),
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
+        narrow_weights=software.narrow_weights and narrow_weights(config) > 0,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
         tp_overlap=layout.tp_overlap,
         adapter_rank=config.lora.rank,
@@ -494,7 +496,9 @@ def _casts(shape: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float
     each = shape.software.cast_bytes
     if shape.fp8_recipe != "tensorwise":
         each += _ROWWISE_CAST_BYTES
-    return each * (weights + shape.tokens * inputs), each * shape.tokens * float(outputs)
+    of_weights = 2 if shape.narrow_weights else each  # the backward pass reads them column-major
+    forward = of_weights * weights + each * shape.tokens * inputs
+    return forward, each * shape.tokens * float(outputs)
 
 
 def _casts_to_mxfp8(shape: MicroBatchShape, products: list[_Linear]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoscale.config import parameters
-from nanoscale.config.layout import keeps_frozen_whole
+from nanoscale.config.layout import keeps_frozen_whole, narrow_weights
 from nanoscale.config.model_math import adapted_layers
 from nanoscale.config.optimizers import MUON_ITERATIONS, rounds, rule_of
 from nanoscale.config.resolved import ResolvedConfig
@@ -132,7 +132,8 @@ def plan(
     if config.backend.name == "deepspeed":
         return _deepspeed(config, hardware, micro_batches, size)
     experts = expert_parameters(config.model, layout.expert_tp, layout.ep)
-    costs = _seconds(config, hardware, 1, size - experts)
+    saved = (weight_bytes - 1) * narrow_weights(config) * software.narrow_weights
+    costs = _seconds(config, hardware, 1, size - experts, saved)
     if experts:
         of_experts = _seconds(config, hardware, layout.data_ep, experts)
         costs = tuple((a + c, b + d) for (a, b), (c, d) in zip(costs, of_experts, strict=True))
@@ -152,7 +153,8 @@ def plan(
         gather_backward=gather,
         reduce=reduce,
         all_reduce=all_reduce,
-        gather_copies=copied * operations.elementwise(hardware, 2.0 * weight_bytes * size),
+        gather_copies=copied
+        * operations.elementwise(hardware, 2.0 * (weight_bytes * size - saved)),
         reduce_copies=copied
         * operations.elementwise(hardware, (weight_bytes + grad_bytes) * trained),
         accumulate=operations.elementwise(hardware, (weight_bytes + 2 * grad_bytes) * trained),
@@ -167,12 +169,13 @@ def plan(
 
 
 def _seconds(
-    config: ResolvedConfig, hardware: Hardware, ep: int, size: int
+    config: ResolvedConfig, hardware: Hardware, ep: int, size: int, saved: int = 0
 ) -> tuple[tuple[float, float], ...]:
     """Return the seconds to gather `size` parameters, to reduce-scatter their gradients and to sum the shards
     over replicas, each with the seconds in which the device copies.
 
-    The parameters are on every ep-th rank of data parallelism: ep = 1 for all but experts.
+    The parameters are on every ep-th rank of data parallelism: ep = 1 for all but experts. `saved` bytes are
+    not gathered.
     """
     grad_bytes = operations.WIDTH[config.precision.reduce]
     layout, shard = config.parallel, max(1, shards(config) // ep)
@@ -182,7 +185,7 @@ def _seconds(
     same = collectives.group(hardware, replicas, layout.tp * ep * shard)
     return (
         collectives.with_copying(
-            hardware, ranks, size * operations.WIDTH[config.precision.compute]
+            hardware, ranks, size * operations.WIDTH[config.precision.compute] - saved
         ),
         collectives.with_copying(hardware, ranks, size * grad_bytes),
         collectives.with_copying(hardware, same, size / shard * grad_bytes, collectives.all_reduce),

@@ -35,6 +35,8 @@ class MicroBatchShape:
     """The share of layers with a window shorter than the sample."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
+    narrow_weights: bool = False
+    """True if weights of products are gathered in 8 bits."""
     hooks: float = 1.0
     """The CPU's time for a block with the backend's hooks over its time without them."""
     tp_overlap: bool = False

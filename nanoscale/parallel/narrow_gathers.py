@@ -1,0 +1,76 @@
+"""Gathers of weights in 8 bits by FSDP2: a rank casts its shards, with the scales of whole matrices.
+
+Products get bit by bit what they would make of matrices that are gathered in the compute dtype: shards are
+rounded to it before the cast, and one reduction of a forward pass finds the largest number of every matrix.
+The gathers move half of the bytes, and no rank casts a whole matrix.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def apply(model: nn.Module, parameters: Sequence[Any], compute: torch.dtype) -> None:
+    """Gather the weights of 8-bit products, whose scales are tensor-wise, in 8 bits in every later pass.
+
+    Args:
+        parameters: all of the model's in FSDP2 (`FSDPParam`).
+        compute: the dtype in which other parameters are gathered.
+    """
+    from torchao.float8.float8_linear import Float8Linear
+
+    cast = [it for it in parameters if isinstance(it._module_info.module, Float8Linear)]
+    if chosen := [it for it in cast if it._module_info.param_name == "weight"]:
+        # Runs before FSDP2's own hook, which begins to gather.
+        model.register_forward_pre_hook(lambda *_: _prepare(chosen, compute), prepend=True)
+
+
+@torch.no_grad()
+def _prepare(parameters: Sequence[Any], compute: torch.dtype) -> None:
+    """Find the scales of matrices that are not gathered, and let FSDP2 cast their shards."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torchao.float8.float8_utils import amax_to_scale
+
+    if all(it.sharded_state is not ShardedState.SHARDED for it in parameters):
+        return
+    shards = [it._sharded_param_data for it in parameters]
+    largest = torch.stack(torch._foreach_norm(shards, math.inf)).to(compute).float()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, parameters[0].mesh_info.shard_process_group)
+    for parameter, shard, each in zip(parameters, shards, largest.unbind(), strict=True):
+        layer: Any = parameter._module_info.module
+        dtype = layer.config.cast_config_weight.target_dtype
+        whole = shard.view(parameter.padded_sharded_param_size)
+        _extend(
+            parameter, layer.linear_mm_config, whole, amax_to_scale(each, dtype), compute, dtype
+        )
+
+
+def _extend(
+    parameter: Any,
+    config: Any,
+    shard: Tensor,
+    scale: Tensor,
+    compute: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
+
+    def cast(_mesh: object) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        role = GemmInputRole.WEIGHT
+        it = hp_tensor_and_scale_to_float8(shard.to(compute), scale, dtype, config, role)
+        return (it._data,), (scale,)
+
+    local = parameter._sharded_local_tensor
+    # FSDP2 asks the shard itself for both functions.
+    local.fsdp_pre_all_gather = cast
+    settings = SimpleNamespace(_linear_mm_config=config)
+    local.fsdp_post_all_gather = partial(Weight.fsdp_post_all_gather, settings)
+    if not hasattr(parameter, "_extensions_data"):
+        parameter._init_extensions()
