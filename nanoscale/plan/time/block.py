@@ -424,13 +424,14 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
     rope: tuple[float, ...] = (0, 0)
     if model.position == "rope":
         rope = tuple(count * model.rope_fraction for count in _ROPE[compiled])
-    if model.qk_norm:
-        rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
+    norms = _COMPOSED if shape.software.composed_norm and not compiled else (0, 0)
+    if model.qk_norm:  # two norms of a block, one of queries and keys
+        own = zip(rope, _QK_NORM[compiled], norms, strict=True)
+        rope = tuple(turned + norm + composed / 2 for turned, norm, composed in own)
     if model.attention_sinks:
         rope = rope[0] + _SINKS[0], rope[1] + _SINKS[1]
     kv_heads = model.kv_head_count
     queries_keys = shape.tokens * (model.heads + kv_heads) * width / shape.tp
-    norms = _COMPOSED if shape.software.composed_norm and not compiled else (0, 0)
     pairs = 2 if model.norm_position == "both" else 1
     further = _NORM[compiled] if pairs == 2 else (0, 0)
     forward = (_STREAM[compiled][0] + further[0] + pairs * norms[0]) * stream
