@@ -4,17 +4,25 @@ that it predicts to be the fastest.
     python -m benchmarks.plan.choices
 
 Layouts are of one job if source, software, model, devices, length of the sequence and precision are the same.
-The regret is the share of the highest measured speed that the taken layout loses.
+Dispatchers, CUDA graphs and Megatron's FSDP are chosen like layouts. The regret is the share of the highest
+measured speed that the taken layout loses.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from statistics import mean
 
 from benchmarks.plan import published_runs, published_speed
+from benchmarks.plan.software import WORDS
 from nanoscale.config.resolved import ResolvedConfig
+
+_WORDS = re.compile(f"(-({'|'.join(WORDS)}))+$")
+NEAR = 0.05
+"""A regret that is small enough."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,8 @@ class Layout:
     """A published layout: what was measured and what the plan predicts, both in tokens/s a GPU."""
 
     config: ResolvedConfig
+    software: str
+    """The name of its record."""
     measured: float
     planned: float
 
@@ -44,26 +54,47 @@ def choices() -> list[Choice]:
     rows = published_speed.read()
     for row, planned in zip(rows, published_speed.predict(rows), strict=True):
         job = _job(row.source, row.software.name, row.config)
-        jobs[job].append(Layout(row.config, row.measured, planned))
-    for one in published_runs.compare():
-        job = _job(one.row["source"], one.row["software"], one.plan.config)
+        jobs[job].append(Layout(row.config, row.software.name, row.measured, planned))
+    runs = (
+        published_runs.compare(file) for file in (published_runs.RUNS, published_runs.RUNS_OF_2026)
+    )
+    for one in chain.from_iterable(runs):
+        row, config, software = one.row, one.plan.config, one.row["software"]
+        job = _job(_source(row), _WORDS.sub("", software), config, row["precision"])
         speed = one.plan.time.tokens_per_s_per_gpu
-        jobs[job].append(Layout(one.plan.config, float(one.row["tok_s_gpu"]), speed))
+        jobs[job].append(Layout(config, software, float(row["tok_s_gpu"]), speed))
     return [Choice(job, layouts) for job, layouts in jobs.items() if _differ(layouts)]
 
 
-def _job(source: str, software: str, config: ResolvedConfig) -> tuple[str, ...]:
+def _source(row: published_runs.Row) -> str:
+    """Return the source; of runs of 2026, repository and release, because some have a file for each run."""
+    source = row["source"]
+    if not row["id"].startswith("26-"):
+        return source
+    return " ".join([source.partition(" ")[0], *re.findall(r"NeMo [\d.]+", source)])
+
+
+def _job(
+    source: str, software: str, config: ResolvedConfig, precision: str = ""
+) -> tuple[str, ...]:
     train = config.train
     numbers = (config.world_size, train.seq_len)
     described = (config.model, config.cluster, config.precision, config.backend.compile)
-    return (source, software, *map(str, (*numbers, *described)))
+    return (source, software, precision, *map(str, (*numbers, *described)))
 
 
 def _differ(layouts: list[Layout]) -> bool:
     return (
         len(
             {
-                repr((layout.config.parallel, layout.config.zero, layout.config.train))
+                repr(
+                    (
+                        layout.software,
+                        layout.config.parallel,
+                        layout.config.zero,
+                        layout.config.train,
+                    )
+                )
                 for layout in layouts
             }
         )
@@ -80,7 +111,8 @@ def main() -> None:
         )
     regrets = [choice.regret for choice in found]
     best = sum(regret == 0 for regret in regrets)
-    sizes = f"mean regret {mean(regrets):.1%}, largest {max(regrets):.1%}"
+    near = sum(regret <= NEAR for regret in regrets)
+    sizes = f"{near} within {NEAR:.0%} of it; mean regret {mean(regrets):.1%}, largest {max(regrets):.1%}"
     print(f"{len(found)} jobs: {best} with the fastest layout; {sizes}")
 
 

@@ -26,6 +26,9 @@ HOST_S = 4.4e-3
 """`Software.host_s` of Megatron-LM without CUDA graphs: 8.8 ms for both passes of Qwen3-30B-A3B on 8 B200."""
 TP_HOST = 4 / 3
 """The factor on it with tp: a third more operations, counted. No row of the building half decides it."""
+MXFP8_CAST_BYTES = 4 + 1 / 16
+"""`Software.cast_bytes` of Transformer Engine's MXFP8, counted: 16 bits are read, two orders of 8 bits
+with a scale for 32 numbers each are written."""
 TORCH = Software("torch", composed_norm=True, dtensor=True, narrow_gathers=True)
 """PyTorch-native software with FSDP2 and DTensor, such as torchtitan."""
 TORCH_WHOLELOSS = replace(TORCH, name="torch-wholeloss")
@@ -68,8 +71,10 @@ FSDP_OVERLAP = 0.3
 
 
 @cache
-def record(name: str) -> Software:
+def record(name: str, precision: str = "") -> Software:
     """Return a record by its name, which words may follow: megatron-alltoall-overlap."""
+    if precision == "mxfp8":
+        return replace(record(name), cast_bytes=MXFP8_CAST_BYTES)
     if name in RECORDS:
         return RECORDS[name]
     word = next(word for word in sorted(WORDS, key=len, reverse=True) if name.endswith(f"-{word}"))

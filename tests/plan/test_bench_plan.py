@@ -78,7 +78,7 @@ def test_runs_of_2026_that_no_constant_was_fitted_to_are_planned_within_their_bo
     ]
     errors = published_runs.grouped(checking, lambda one: one.time_error)
     assert mean(map(abs, errors["all"])) < 0.15
-    assert mean(map(abs, errors["family dense"])) < 0.08
+    assert mean(map(abs, errors["family dense"])) < 0.06
     assert mean(map(abs, errors["family experts"])) < 0.17
 
 
@@ -104,7 +104,7 @@ def test_two_sources_are_compared_and_stored(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "rows"), [(published_memory, 49), (published_runs, 56), (published_speed, 294)]
+    ("module", "rows"), [(published_memory, 49), (published_runs, 55), (published_speed, 294)]
 )
 def test_a_comparison_prints_every_row(module, rows, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [module.__name__, "--rows"])
@@ -114,5 +114,7 @@ def test_a_comparison_prints_every_row(module, rows, monkeypatch, capsys):
 
 def test_the_plan_takes_layouts_that_were_among_the_fastest():
     found = choices.choices()
-    assert len(found) >= 15
-    assert max(choice.regret for choice in found) < 0.05
+    assert len(found) >= 22
+    slow = [choice.job[0] for choice in found if choice.regret > choices.NEAR]
+    # Two dispatchers on EFA, which are planned as equally fast.
+    assert [source.partition("@")[0] for source in slow] == ["awslabs/awsome-distributed-ai"]

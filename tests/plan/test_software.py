@@ -14,10 +14,11 @@ from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Efficiency, S
 from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.plan.time import block, collectives, moe
 from nanoscale.plan.time.step import StepBreakdown, step_time
-from tests.plan.machines import BF16, changed, job, machine
+from tests.plan.machines import BF16, changed, job, machine, model
 
 FSDP = {"dp": 8, "zero": Zero(stage=3), "seq_len": 4096, "global_batch": 8}
 FP8 = replace(BF16, fp8=True)
+EAGER = Backend(compile="off")
 
 
 def parts(software: Software = NANOSCALE, **keys) -> StepBreakdown:
@@ -31,6 +32,23 @@ def test_computing_beside_a_collective_loses_no_less_than_was_measured():
     """
     beside, after = 1.189, 1.189 * 1.102
     assert (beside - 1) / (after - 1) <= Efficiency().overlap <= 1
+
+
+def test_norms_of_queries_and_keys_move_as_much_for_each_number_as_those_of_the_stream():
+    """In eager PyTorch before 2.9; here queries and keys are as wide as the stream."""
+    plain = replace(model("llama-1b"), layers=1, heads=1, kv_heads=1, head_dim=2048)
+    composed, fused = (
+        replace(TORCH, dtensor=False),
+        replace(TORCH, dtensor=False, composed_norm=False),
+    )
+    shown = [
+        parts(composed, model=it, backend=EAGER).elementwise
+        - parts(fused, model=it, backend=EAGER).elementwise
+        for it in (plain, replace(plain, qk_norm=True))
+    ]
+    assert shown[1] == pytest.approx(
+        2 * shown[0]
+    )  # two norms of the stream, and two of as many numbers
 
 
 def test_a_network_that_is_waited_for_slows_no_computing():
