@@ -59,10 +59,10 @@ def choices() -> list[Choice]:
         published_runs.compare(file) for file in (published_runs.RUNS, published_runs.RUNS_OF_2026)
     )
     for one in chain.from_iterable(runs):
-        row, config, software = one.row, one.plan.config, one.row["software"]
-        job = _job(_source(row), _WORDS.sub("", software), config, row["precision"])
+        config, software = one.plan.config, one.row["software"]
+        job = _job(_source(one.row), _WORDS.sub("", software), config, one.row["precision"])
         speed = one.plan.time.tokens_per_s_per_gpu
-        jobs[job].append(Layout(config, software, float(row["tok_s_gpu"]), speed))
+        jobs[job].append(Layout(config, software, float(one.row["tok_s_gpu"]), speed))
     return [Choice(job, layouts) for job, layouts in jobs.items() if _differ(layouts)]
 
 
