@@ -100,7 +100,7 @@ The checking half is not quite blind. After its errors had been seen, these sett
 sources: prime-rl (eager, whole logits), GPT-OSS 20B in NeMo AutoModel (ep 8), what NeMo AutoModel computes
 again, and gradients that Megatron-Bridge reduces in bf16. Three things were counted, not fitted, with these
 rows in view: the factor of tp on the host's time, the norms of Qwen3's queries and keys in eager PyTorch,
-which move as much for each number as those of the stream (dense 6.5 to 6.0 %), and the casts of `mxfp8` (6.0
+which move as much for each number as the stream's norms (dense 6.5 to 6.0 %), and the casts of `mxfp8` (6.0
 to 5.9 %). NeMo AutoModel's 70B was in both halves, once with a wrong record; now it is in the building half
 only.
 
@@ -108,7 +108,7 @@ only.
 their products have 0.88 of the rate on H100 and 1.04 on A100, 0.61 to 0.66 fits best (152 rows: 5.2 to 4.0
 %), but with 0.66 the older checking rows get worse (7.4 to 8.3 %; dense of 2026: 5.99 to 5.92 %):
 KempnerForge's and MI300X's, planned too fast already, get faster. Four other measures of hidden time (without
-a ring's latency, whole collectives, half of both, bytes of memory) fit worse with any share; a smaller share
+a ring's latency, whole collectives, half of both, bytes of memory) fit worse to 0.95; a smaller share
 for groups that span hosts, which would suit NeMo AutoModel's 70B (it needs 0.33), plans machines with smaller
 islands as faster.
 
