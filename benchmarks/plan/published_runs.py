@@ -108,9 +108,9 @@ only.
 their products have 0.88 of the rate on H100 and 1.04 on A100, 0.61 to 0.66 fits best (152 rows: 5.2 to 4.0
 %), but with 0.66 the older checking rows get worse (7.4 to 8.3 %; dense of 2026: 5.99 to 5.92 %):
 KempnerForge's and MI300X's, planned too fast already, get faster. Four other measures of hidden time (without
-a ring's latency, whole collectives, half of both, bytes of memory) fit worse to 0.95; a smaller share
-for groups that span hosts, which would suit NeMo AutoModel's 70B (it needs 0.33), plans machines with smaller
-islands as faster.
+a ring's latency, whole collectives, half of both, bytes of memory) fit worse with
+shares up to 0.95; a smaller share for groups that span hosts, which would suit
+NeMo AutoModel's 70B (it needs 0.33), plans machines with smaller islands as faster.
 
 Largest errors left: FlashAttention-2 on B200 (planned 12 to 13 % too slow) and an 8B model on GB300 (4 to 7 %
 too fast), of which only the checking half has rows; NCCL's all-to-all between hosts over EFA is planned too
