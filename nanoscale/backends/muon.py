@@ -4,13 +4,16 @@ Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the momentum
 2025 (arXiv:2502.16982, section 2.2) for the scale, with which AdamW's learning rate and decay can be used.
 
 An update needs whole matrices. The ranks that share them divide them among each other: every matrix is gathered
-once, by the rank that orthogonalizes it, which then sends each rank its shard of the update.
+once, by the rank that orthogonalizes it, which then sends each rank its shard of the update. An exchange
+has some matrices, and the next one is on its way while they are orthogonalized.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import unwrap
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from nanoscale.backends import one_pass
 from nanoscale.backends.adamw import LocalAdamW
 from nanoscale.backends.gradients import local_tensor
-from nanoscale.config.optimizers import MUON_ITERATIONS
+from nanoscale.config.optimizers import MUON_AT_ONCE, MUON_ITERATIONS
 from nanoscale.models.initialization import local_region
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -50,18 +53,29 @@ class Muon(LocalAdamW):
         # PyTorch wraps the `step` of every class that had an object: the wrapped one runs all hooks again.
         unwrap(LocalAdamW.step)(self)
         if self._exchanges is None:
-            self._exchanges = _exchanges(self.matrices())
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+            self._exchanges = [*_exchanges(self.matrices())]
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        before: Iterator[None] = iter(())
         for exchange in self._exchanges:
-            directions = [self._direction(parameter) for parameter in exchange.parameters]
-            updates = exchange.orthogonalized(directions)
-            for parameter, update in zip(exchange.parameters, updates, strict=True):
-                group = groups[id(parameter)]
-                scale = _SCALE * math.sqrt(max(parameter.shape[-2:]))
-                weights = local_tensor(parameter)
-                value = weights * (1 - group["lr"] * group["weight_decay"])
-                value.add_(update, alpha=-group["lr"] * scale)
-                one_pass.keep(self, weights, value)
+            updating = self._update(exchange, groups)
+            next(updating)
+            next(before, None)
+            before = updating
+        next(before, None)
+
+    def _update(
+        self, exchange: "_Exchange", groups: dict[Tensor, dict[str, Any]]
+    ) -> Iterator[None]:
+        """Update the parameters of an exchange; pause while their directions are on their way."""
+        updates = [self._direction(parameter) for parameter in exchange.parameters]
+        yield from exchange.orthogonalize(updates)
+        for parameter, update in zip(exchange.parameters, updates, strict=True):
+            group = groups[parameter]
+            scale = _SCALE * math.sqrt(max(parameter.shape[-2:]))
+            weights = local_tensor(parameter)
+            value = weights * (1 - group["lr"] * group["weight_decay"])
+            value.add_(update, alpha=-group["lr"] * scale)
+            one_pass.keep(self, weights, value)
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """Update the momentum of a parameter; return this rank's shard of Nesterov's direction."""
@@ -98,8 +112,7 @@ class _Part:
 class _Piece:
     """Matrices of one parameter that one rank orthogonalizes: all, or the matrices of some experts."""
 
-    parameter: int
-    """The parameter's number in the exchange."""
+    parameter: Tensor
     size: Size
     owner: int
     """The number in the group of the rank that orthogonalizes them."""
@@ -107,81 +120,72 @@ class _Piece:
     """The parts, by the numbers of the members that have one."""
 
 
+@dataclass(frozen=True)
 class _Exchange:
-    """The parameters that the same ranks share, and which rank orthogonalizes which of their matrices."""
+    """Some parameters that the same ranks share, and which rank orthogonalizes which of their matrices."""
 
-    def __init__(self, parameters: list[Tensor], members: Sequence[int]) -> None:
-        self.parameters = parameters
-        self._group = group_of(members)
-        self._me = members.index(dist.get_rank()) if self._group is not None else 0
-        self._members = range(len(members))
-        self._shards = [[_shard(p, rank) for rank in members] for p in parameters]
-        self._pieces = list(self._divided())
+    pieces: list[_Piece]
+    me: int
+    """The number of this rank in the group."""
+    group: ProcessGroup | None
+    """None for one rank."""
 
-    def _divided(self) -> Iterator[_Piece]:
-        """Yield the pieces; the largest go first, each to the rank with the least work."""
-        work = [0.0] * len(self._members)
-        for at in sorted(range(len(self.parameters)), key=lambda at: -self.parameters[at].numel()):
-            experts, rows, columns = _size(self.parameters[at].shape)
-            count = min(experts, len(work))
-            for number in range(count):
-                first, end = number * experts // count, (number + 1) * experts // count
-                owner = work.index(min(work))
-                work[owner] += (end - first) * float(rows * columns) * min(rows, columns)
-                both = enumerate(_part(shard, first, end) for shard in self._shards[at])
-                parts = {member: part for member, part in both if part is not None}
-                yield _Piece(at, (end - first, rows, columns), owner, parts)
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [*dict.fromkeys(piece.parameter for piece in self.pieces)]
 
-    def orthogonalized(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's shard of each parameter's update, in place of its shard of the direction."""
-        shards = [x.view(_size(x.shape)) for x in directions]
-        me, own = self._me, [piece for piece in self._pieces if piece.owner == self._me]
-        out: list[list[Tensor]] = [[] for _ in self._members]
-        for piece in self._pieces:
-            if me in piece.parts and piece.parts[me].gives:
-                out[piece.owner].append(shards[piece.parameter][piece.parts[me].local])
-        expected = [
-            [piece.parts[m].size for piece in own if m in piece.parts and piece.parts[m].gives]
-            for m in self._members
-        ]
-        arrived = self._send(out, expected, shards[0])
-        back: list[list[Tensor]] = [[] for _ in self._members]
+    def orthogonalize(self, directions: Sequence[Tensor]) -> Iterator[None]:
+        """Write this rank's shards of the updates over its shards of the directions; pause while those are on
+        their way."""
+        local = [x.view(_size(x.shape)) for x in directions]
+        shards = dict(zip(self.parameters, local, strict=True))
+        me, empty = self.me, local[0].new_empty(0)
+        own = [piece for piece in self.pieces if piece.owner == me]
+        held = [(piece, piece.parts[me]) for piece in self.pieces if me in piece.parts]
+        out = [(it.owner, shards[it.parameter][part.local]) for it, part in held if part.gives]
+        given = [(m, part) for piece in own for m, part in piece.parts.items() if part.gives]
+        arriving, wait = self._send(out, given, empty)
+        yield
+        wait()
+        back: list[tuple[int, Tensor]] = []
         for piece in own:
-            whole = shards[0].new_empty(piece.size)
-            for member, part in piece.parts.items():
+            whole = empty.new_empty(piece.size)
+            for part in piece.parts.values():
                 if part.gives:
-                    whole[part.within] = next(arrived[member])
+                    whole[part.within] = next(arriving)
             update = orthogonalize(whole)
-            for member, part in piece.parts.items():
-                back[member].append(update[part.within])
-        with_part = [piece for piece in self._pieces if me in piece.parts]
-        expected = [
-            [piece.parts[me].size for piece in with_part if piece.owner == m] for m in self._members
-        ]
-        arrived = self._send(back, expected, shards[0])
-        for piece in with_part:
-            shards[piece.parameter][piece.parts[me].local] = next(arrived[piece.owner])
-        return list(directions)
+            back += [(member, update[part.within]) for member, part in piece.parts.items()]
+        del arriving  # frees the matrices that were received, which are copied
+        arriving, wait = self._send(back, [(piece.owner, part) for piece, part in held], empty)
+        wait()
+        for piece, part in held:
+            shards[piece.parameter][part.local] = next(arriving)
 
     def _send(
-        self, out: list[list[Tensor]], expected: list[list[Size]], like: Tensor
-    ) -> list[Iterator[Tensor]]:
-        """Send each member its tensors; return each member's tensors for this rank, with the expected sizes."""
-        if self._group is None:
-            return [iter(out[0])]
-        flat = [tensor.reshape(-1) for tensors in out for tensor in tensors]
-        sent = torch.cat(flat) if flat else like.new_empty(0)
-        counts = [sum(map(math.prod, sizes)) for sizes in expected]
-        received = like.new_empty(sum(counts))
-        splits = [sum(tensor.numel() for tensor in tensors) for tensors in out]
-        dist.all_to_all_single(received, sent, counts, splits, group=self._group)
-        return [
-            (
-                part.view(size)
-                for part, size in zip(each.split([*map(math.prod, sizes)]), sizes, strict=True)
-            )
-            for each, sizes in zip(received.split(counts), expected, strict=True)
-        ]
+        self, out: list[tuple[int, Tensor]], expected: list[tuple[int, _Part]], empty: Tensor
+    ) -> tuple[Iterator[Tensor], Callable[[], Any]]:
+        """Begin to send members their tensors; return the tensors that members send, in the order of the
+        expected ones, and the function that waits for them."""
+        if self.group is None:
+            return iter([tensor for _, tensor in out]), bool
+        sent, counts = Counter[int](), Counter[int]()
+        for member, tensor in out:
+            sent[member] += tensor.numel()
+        for member, part in expected:
+            counts[member] += math.prod(part.size)
+        received, members = empty.new_empty(counts.total()), range(self.group.size())
+        work = dist.all_to_all_single(
+            received,
+            torch.cat([empty, *(x.reshape(-1) for _, x in sorted(out, key=itemgetter(0)))]),
+            [counts[member] for member in members],
+            [sent[member] for member in members],
+            group=self.group,
+            async_op=True,
+        )
+        order = sorted(range(len(expected)), key=lambda at: expected[at][0])
+        parts = received.split([math.prod(expected[at][1].size) for at in order])
+        by_number = dict(zip(order, parts, strict=True))
+        return (by_number[at].view(part.size) for at, (_, part) in enumerate(expected)), work.wait
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -198,11 +202,47 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
 
 
-def _exchanges(parameters: list[Tensor]) -> list[_Exchange]:
+def _exchanges(parameters: list[Tensor]) -> Iterator[_Exchange]:
     by_ranks: dict[tuple[int, ...], list[Tensor]] = {}
     for parameter in parameters:
         by_ranks.setdefault(ranks_of(parameter), []).append(parameter)
-    return [_Exchange(several, ranks) for ranks, several in by_ranks.items()]
+    for ranks, several in by_ranks.items():
+        group = group_of(ranks)
+        me = ranks.index(dist.get_rank()) if group is not None else 0
+        for pieces in _at_once(_divided(several, ranks)):
+            yield _Exchange(pieces, me, group)
+
+
+def _divided(parameters: list[Tensor], members: Sequence[int]) -> Iterator[list[_Piece]]:
+    """Yield the pieces of each parameter; the largest go first, each piece to the rank with the least work."""
+    work = [0.0] * len(members)
+    for parameter in sorted(parameters, key=lambda it: -it.numel()):
+        shards = [_shard(parameter, rank) for rank in members]
+        experts, rows, columns = _size(parameter.shape)
+        count, pieces = min(experts, len(work)), []
+        for number in range(count):
+            first, end = number * experts // count, (number + 1) * experts // count
+            owner = work.index(min(work))
+            work[owner] += (end - first) * float(rows * columns) * min(rows, columns)
+            both = enumerate(_part(shard, first, end) for shard in shards)
+            parts = {member: part for member, part in both if part is not None}
+            pieces.append(_Piece(parameter, (end - first, rows, columns), owner, parts))
+        yield pieces
+
+
+def _at_once(divided: Iterable[list[_Piece]]) -> Iterator[list[_Piece]]:
+    """Yield the pieces of some parameters, so that no rank gets more than MUON_AT_ONCE elements of several."""
+    several, held = list[_Piece](), Counter[int]()
+    for pieces in divided:
+        sizes = Counter[int]()
+        for piece in pieces:
+            sizes[piece.owner] += math.prod(piece.size)
+        if several and max((held + sizes).values()) > MUON_AT_ONCE:
+            yield several
+            several, held = [], Counter()
+        several, held = several + pieces, held + sizes
+    if several:
+        yield several
 
 
 def ranks_of(parameter: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,9 @@ from nanoscale.config.schema import Optimizer, ParameterGroup, Precision
 
 MUON_ITERATIONS = 5
 """Newton and Schulz's iterations of an update of Muon (Jordan et al. 2024)."""
+MUON_AT_ONCE = 1 << 27
+"""The most elements of matrices that a rank orthogonalizes after one exchange (256 MiB in bf16), if no single
+parameter has more."""
 AVERAGE = "average"
 """The name of an average of weights in the state of its parameter, and in checkpoints."""
 ROUNDED_AT_ONCE = 1 << 18

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -24,11 +25,13 @@ from tests.support.measured_memory import (
     vocabulary,
 )
 from tests.support.ranks import run_ranks
-from tests.support.rows import usual_rows
+from tests.support.rows import exhaustive, usual_rows
 
 BOUND = 0.02
 """The largest relative error; models of two blocks show what only the first one does."""
 H100 = Gpu("NVIDIA H100", 80 << 30, 8, (9, 0))
+LARGE = replace(SHAPE, hidden=4096, head_dim=512, ffn=16384, layers=4)
+"""Two matrices of a feed-forward network have MUON_AT_ONCE elements."""
 LORA_OF_ATTENTION = Lora(rank=8, targets=["wq", "wv"])
 
 
@@ -124,8 +127,25 @@ def test_a_compiled_job_is_rehearsed_as_one_that_is_not() -> None:
     assert 0.8 * eager < fused <= eager  # what its blocks fuse takes no memory
 
 
-def _peak_of_steps(_rank: int, config: ResolvedConfig) -> int:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degrees", "stage"), [({"dp": 2}, 3), exhaustive({}, 0), exhaustive({"dp": 2}, 0)]
+)
+def test_muon_needs_memory_for_two_of_several_exchanges(
+    degrees: dict[str, int], stage: int
+) -> None:
+    row = Row("", degrees, stage, 1, optimizer="muon", global_batch=2, shape=LARGE)
+    config = on_gpus(row)
+    (peak,) = run_ranks(_peak_of_steps, 1, config, {"update"})
+    (planned,) = rank_memory(config, context_bytes=0)
+    (update,) = [phase for phase in planned.phases.phases if phase.name == "update"]
+    assert update.allocated == pytest.approx(peak, rel=BOUND)
+
+
+def _peak_of_steps(
+    _rank: int, config: ResolvedConfig, names: Collection[str] = ("forward", "backward", "update")
+) -> int:
     record = play(config, 0, 2, H100)
     assert not record.error, record.error
-    names = {"forward", "backward", "update"} & record.phases.keys()
+    names = {*names} & record.phases.keys()
     return max(record.phases[name].peak for name in names)

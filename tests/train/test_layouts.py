@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from nanoscale.backends import muon
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Lora, Model, Optimizer, ParameterGroup
+from nanoscale.config.schema import Checkpoint, Lora, Model, Optimizer, ParameterGroup
+from nanoscale.runs.rank_context import StopFlag
 from tests.support.jobs import (
     LONG_STEPS,
     SHAPE,
+    final_weights,
     make_config,
     make_run,
     read_metrics,
     train,
+    train_rank,
     write_tokens,
 )
 from tests.support.layouts import MLA
+from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves, plain_loop, worst
 from tests.support.rows import exhaustive
 
@@ -160,6 +169,53 @@ def test_the_z_loss_equals_the_plain_loop(
     reference = plain_loop("fp64", z_loss=0.1)
     assert reference != plain_loop("fp64")
     assert_equal_curves(our_curve(config), reference, "fp64")
+
+
+def train_exchanging(rank: int, path: Path, at_once: int) -> tuple[list[int], list[str]]:
+    """Train with at most `at_once` elements of several matrices; return the elements that this rank received in
+    exchanges, and when it sent and waited."""
+    received, calls = list[int](), list[str]()
+    exchange = dist.all_to_all_single
+
+    def recorded(output: Tensor, *args: Any, **options: Any) -> Any:
+        received.append(output.numel())
+        calls.append("send")
+        work = exchange(output, *args, **options)
+        return SimpleNamespace(wait=lambda: (calls.append("wait"), work.wait()))
+
+    dist.all_to_all_single = recorded
+    muon.MUON_AT_ONCE = at_once  # type: ignore[attr-defined]
+    assert train_rank(rank, path, StopFlag()) == "completed"
+    return received, calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "stage": 3}, exhaustive({"parallel": {"tp": 2, "pp": 2}, "stage": 1})]
+)
+def test_matrices_are_exchanged_some_at_a_time_and_updates_stay_equal(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    write_tokens(tmp_path)
+    largest, weights = [], []
+    for name, at_once in (("whole", 1 << 27), ("some", SHAPE.hidden * SHAPE.ffn)):
+        config = make_config(
+            tmp_path,
+            precision="fp32",
+            optimizer=Optimizer(name="muon", lr=1e-2, clip_norm=0.5),
+            checkpoint=Checkpoint(at_end=True),
+            **layout,
+        )
+        run = make_run(config, name)
+        ranks = run_ranks(train_exchanging, config.world_size, run.path, at_once)
+        largest.append(max(max(received) for received, _ in ranks))
+        weights.append(final_weights(run))
+    assert largest[1] <= SHAPE.hidden * SHAPE.ffn < largest[0]
+    # The second exchange begins before the matrices of the first are orthogonalized.
+    assert ranks[0][1][:5] == ["send", "send", "wait", "send", "wait"]
+    whole, some = weights
+    assert whole.keys() == some.keys()
+    assert all(torch.equal(value, some[name]) for name, value in whole.items())
 
 
 @pytest.mark.slow

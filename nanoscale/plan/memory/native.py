@@ -20,7 +20,7 @@ from typing import NamedTuple
 from nanoscale.common.units import byte_size, counted
 from nanoscale.config import parameters
 from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole, narrow_weights
-from nanoscale.config.optimizers import ROUNDED_AT_ONCE, rounds, rule_of
+from nanoscale.config.optimizers import MUON_AT_ONCE, ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.block_shape import Sizes
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
@@ -411,9 +411,13 @@ def _update(setting: MemorySetting, params: RankParameters) -> MemoryEvent:
         computed = 0 if setting.gpu else _ROUNDED[setting.config.precision.params]
         temporary = computed * min(_largest_shard(setting, params), ROUNDED_AT_ONCE)
     if rule.moments_in_blocks is not None:
-        alone = setting.config.world_size == setting.pp
-        held = setting.states.weights / 2 * (_ALONE if alone else _EXCHANGED)
-        temporary = int(held * params.trained.in_blocks_shard)
+        sharing = setting.config.world_size // setting.pp
+        replicas = sharing // (setting.config.parallel.tp * setting.shards)
+        # Of MUON_AT_ONCE elements, while the next ones are sent: each replica has the directions of both, what
+        # it sends of both, and updates that arrive, once also in another order; an owner has whole matrices.
+        held, at_once = (_ALONE, 4) if sharing == 1 else (_EXCHANGED, 6 * replicas + 3)
+        elements = min(held * params.trained.in_blocks_shard, at_once * MUON_AT_ONCE)
+        temporary = int(setting.states.weights / 2 * elements)
     levels = {"gradients": gradients, "activations": 0}
     if setting.single:
         return MemoryEvent("update", levels, optimizer=temporary)

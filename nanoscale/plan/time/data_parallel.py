@@ -14,7 +14,7 @@ from functools import lru_cache
 from nanoscale.config import parameters
 from nanoscale.config.layout import keeps_frozen_whole, narrow_weights
 from nanoscale.config.model_math import adapted_layers
-from nanoscale.config.optimizers import MUON_ITERATIONS, rounds, rule_of
+from nanoscale.config.optimizers import MUON_AT_ONCE, MUON_ITERATIONS, rounds, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Hardware, Software
@@ -299,6 +299,7 @@ def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> 
     """Return the seconds in which Muon exchanges and orthogonalizes a rank's part of the matrices of blocks.
 
     The ranks of a pipeline stage divide the matrices among each other, and send them to and fro in 16 bits.
+    While some are orthogonalized, others are on their way to their ranks.
     """
     if rule_of(config.optimizer).moments_in_blocks is None:
         return 0.0
@@ -312,7 +313,9 @@ def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> 
         seconds += experts * MUON_ITERATIONS * each / ranks
         size += experts * rows * columns * operations.WIDTH[kind] / ranks
     group = collectives.group(hardware, ranks, 1)
-    return blocks * seconds + 2 * collectives.all_to_all(hardware, group, blocks * size)
+    exchange, seconds = collectives.all_to_all(hardware, group, blocks * size), blocks * seconds
+    first = min(1.0, MUON_AT_ONCE * operations.WIDTH[kind] / (blocks * size or 1.0))
+    return seconds + exchange + max(first * exchange, exchange - seconds)
 
 
 def _trained_matrices(config: ResolvedConfig) -> Iterator[tuple[int, int, int]]:

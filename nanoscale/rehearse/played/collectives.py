@@ -194,7 +194,7 @@ def _functional_answer(kind: str, args: Any) -> Any:
 
 
 class _InTransit:
-    """The work of a message. It holds the tensor of the message, as the works of NCCL and gloo do."""
+    """The work of a message or an exchange. It holds their tensors, as the works of NCCL and gloo do."""
 
     def __init__(self, work: Any, tensors: list[Tensor], *, until_wait: bool) -> None:
         self._work, self._tensors, self._until_wait = work, tensors, until_wait
@@ -211,12 +211,13 @@ class _InTransit:
 
 
 def hold_tensors(patches: Patches, *, on_gpu: bool) -> None:
-    """Let the work of a message hold its tensors."""
+    """Let the work of a message or of an exchange hold its tensors."""
 
     def single(plain: Operation) -> Operation:
         def message(tensor: Tensor, *args: Any, **options: Any) -> Any:
             work = plain(tensor, *args, **options)
-            return work and _InTransit(work, [tensor], until_wait=on_gpu)
+            tensors = [tensor, *(arg for arg in args if isinstance(arg, Tensor))]
+            return work and _InTransit(work, tensors, until_wait=on_gpu)
 
         return message
 
@@ -230,7 +231,8 @@ def hold_tensors(patches: Patches, *, on_gpu: bool) -> None:
 
         return batch_isend_irecv
 
-    for name, make in (("isend", single), ("irecv", single), ("batch_isend_irecv", several)):
+    singles = (("isend", single), ("irecv", single), ("all_to_all_single", single))
+    for name, make in (*singles, ("batch_isend_irecv", several)):
         replacement = make(getattr(distributed_c10d, name))
         for module in (dist, distributed_c10d):  # PyTorch compares these functions by identity
             patches.replace(module, name, replacement)
