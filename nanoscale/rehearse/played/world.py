@@ -71,16 +71,6 @@ _GENERATOR = 5056
 """Bytes of the state of a random generator of a CPU."""
 
 
-def _with_generator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation of compiled code that draws numbers, or would, such as attention."""
-    kwargs.pop("rng_state", None)
-    run, *rest = args if callable(args[0]) else args[1:]
-    result = run(*rest, **kwargs)
-    if func.name() != "run_and_save_rng_state":
-        return result
-    return torch.empty(_GENERATOR, dtype=torch.uint8), result
-
-
 class World(DeviceMemory):
     """The device of one rank and the other ranks, as a mode that is entered after a FakeTensorMode."""
 
@@ -124,8 +114,7 @@ class World(DeviceMemory):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
-            with self:
-                return _with_generator(func, args, kwargs or {})
+            return self._run_with_generator(func, args, kwargs or {})
         if func is fake_tensors.DEVICE_OF:
             fake = isinstance(args[0], FakeTensor)
             return fake_tensors.device_in_cpp(args[0]) if fake else fake_tensors.DEVICE_OF(args[0])
@@ -181,6 +170,18 @@ class World(DeviceMemory):
         self.see_all(result)
         if self.keeps_timeline:
             self.add_work(work_of(func, tensors, args, kwargs, result))
+        return result
+
+    def _run_with_generator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation of compiled code that draws numbers, or would, such as attention."""
+        kwargs.pop("rng_state", None)
+        run, *rest = args if callable(args[0]) else args[1:]
+        result = run(*rest, **kwargs)
+        if self.keeps_timeline:
+            self.add_work(work_of(run, tensors_of(rest), rest, kwargs, result))
+        if func.name() == "run_and_save_rng_state":
+            result = torch.empty(_GENERATOR, dtype=torch.uint8), result
+        self.see_all(result)
         return result
 
     # Tensors in host memory
