@@ -125,8 +125,7 @@ def _local_rank() -> int:
 
 def named_job(name: str) -> Job:
     """Return the job with the launcher's name for it."""
-    run: Job = import_module(JOBS[name]).run
-    return run
+    return import_module(JOBS[name]).run
 
 
 def _flush_every_line() -> None:

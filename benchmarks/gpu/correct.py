@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.gpu import cpu_kernels
 from benchmarks.gpu.items import run_items
 from nanoscale.backends import gradients, low_bits
 from nanoscale.backends.native import NativeEngine
@@ -114,7 +115,8 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
         "staging beside a step": (staging, 0.0),
         "nf4": (nf4_product, BF16),
         **({"mxfp8": (mxfp8_product, BF16)} if has_mxfp8(device) else {}),
-        **({"mxfp8 experts": (mxfp8_experts, BF16)} if has_mxfp8(device) else {}),
+        **({"mxfp8 experts": (partial(narrow, "mxfp8"), BF16)} if has_mxfp8(device) else {}),
+        **({"fp8 experts": (partial(narrow, "rowwise"), BF16)} if has_fp8_experts(device) else {}),
         "clip in the update": (clipped_update, FP32),
         "20 steps in fp32": (partial(steps_equal, (), 20), 1e-4),
         "3 steps with experts in fp32": (partial(steps_equal, MOE, 3), 1e-4),
@@ -200,7 +202,7 @@ def experts(device: torch.device, biases: bool = False, others: bool = False) ->
         number = int((chosen < 8).sum())
         pairs = moe.ExpertPairs.of_choices(chosen.to(tokens.device), 8, number)
         scales = weights.flatten().gather(0, pairs.slots)
-        rows = moe.spread_twice(tokens, pairs)
+        rows = moe.spread_to(2, tokens, pairs)
         return moe.sum_rows(moe.run_experts(functions, rows, scales, pairs.load, *matrices), pairs)
 
     of_bias = ((8, 128), (8, 128), (8, 64)) if biases else ()
@@ -291,19 +293,31 @@ def mxfp8_product(device: torch.device, compiled: bool = False) -> float:
     return difference(*results)
 
 
-def mxfp8_experts(device: torch.device) -> float:
-    """Compare products of experts in MXFP8, one of which has no rows, with torchao's emulation on the CPU."""
+def has_fp8_experts(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def narrow(recipe: str, device: torch.device) -> float:
+    """Compare experts in 8 bits, one of which has no tokens, with the same on the CPU, where torchao emulates
+    MXFP8 and `cpu_kernels` fp8."""
+    cpu_kernels.register()
+    choice = torch.Generator().manual_seed(1)
+    chosen = torch.stack([torch.randperm(3, generator=choice)[:2] for _ in range(79)])
     results = []
     for where in (device, CPU):
-        ends = torch.tensor([40, 40, 72, 79], dtype=torch.int32, device=where)
-        shapes = (79, 128), (4, 256, 128), (79, 256)
-        rows, weight, grad = (
-            noise(i, *it).to(where, torch.bfloat16) for i, it in enumerate(shapes)
+        model = moe.Experts(shape_of(experts=4, hidden=128, ffn=256, mlp="swiglu", bias=False))
+        for i, parameter in enumerate(model.parameters()):
+            parameter.data = 0.3 * noise(i, *parameter.shape)
+        model.to(where, torch.bfloat16)
+        model.recipe = recipe
+        shapes = (79, 128), (79, 2), (79, 128)
+        tokens, weights, grad = (
+            noise(3 + i, *it).to(where, torch.bfloat16).requires_grad_()
+            for i, it in enumerate(shapes)
         )
-        rows, weight = rows.requires_grad_(), weight.requires_grad_()
-        out = low_bits.mxfp8_experts(emulate=where == CPU)(ends, rows, weight)
-        of_rows, of_weight = torch.autograd.grad(out, [rows, weight], grad)
-        results.append([out, of_rows, of_weight[[0, 2, 3]]])  # a GPU may not write an unused one's
+        out = model(tokens, weights, chosen.to(where))
+        inputs = [tokens, weights, *model.parameters()]
+        results.append([out, *torch.autograd.grad(out, inputs, grad)])
     return difference(*results)
 
 

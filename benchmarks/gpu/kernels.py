@@ -124,10 +124,10 @@ def permutations(device: torch.device, tokens: int, width: int) -> Figures:
     """Measure sorting, spreading and summing the rows of 8 of 128 experts, read and written once each."""
     x = tensor(device, tokens, width).detach()
     chosen = torch.rand(tokens, 128, device=device).topk(8).indices
-    pairs = moe.ExpertPairs.of_choices(chosen, 128)
+    pairs = moe.ExpertPairs.of_choices(chosen, 128, chosen.numel())
     rows = moe.spread(x, pairs)
     acts = {
-        "sort": lambda: moe.ExpertPairs.of_choices(chosen, 128),
+        "sort": lambda: moe.ExpertPairs.of_choices(chosen, 128, chosen.numel()),
         "spread": lambda: moe.spread(x, pairs),
         "sum": lambda: moe.sum_rows(rows, pairs),
     }

@@ -10,7 +10,8 @@
 An outlier affects the scale of its row only, not the matrix's, so each row-wise recipe is more accurate than
 the one before, and slower. GPUs of compute capability 10 apply the scales of mxfp8 within the product. With
 tensor parallelism a rank scales its shards: one process computes the same products of whole rows, and shards of
-rows have finer scales. Sums over ranks are in the compute dtype.
+rows have finer scales. Sums over ranks are in the compute dtype. Experts (`models.narrow_experts`) have
+row-wise scales with tensorwise, too, and do not support rowwise_with_gw_hp.
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
 first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8. Weights, optimizer and communication keep their
@@ -31,7 +32,7 @@ from torch.nn import functional as F
 
 from nanoscale.config import parameters
 from nanoscale.models.lora import frozen_matrices
-from nanoscale.models.moe import Experts, GroupedProduct
+from nanoscale.models.moe import Experts
 from nanoscale.models.torchao_log import silence_torchao
 from nanoscale.models.transformer import Transformer
 
@@ -52,12 +53,11 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
         for name, module in block.named_modules():
             if isinstance(module, nn.Linear) and module.out_features > 1:  # not a gate of experts
                 sizes[id(module)] = table[f"{name}.weight"].local(tp)
+            elif isinstance(module, Experts):
+                module.recipe = recipe
     chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
     if recipe == "mxfp8":
         to_mxfp8([it for it in model.layers.modules() if id(it) in chosen_ids], emulate)
-        for module in model.layers.modules():
-            if isinstance(module, Experts):
-                module.product = mxfp8_experts(emulate)
         return
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(
@@ -76,23 +76,6 @@ def to_mxfp8(layers: list[Any], emulate: bool) -> None:
         layer.kernel_preference = choices.EMULATED if emulate else choices.AUTO
         layer.scale_calculation_mode = mxfp8_linear.ScaleCalculationMode.RCEIL
         layer.wgrad_with_hp = False
-
-
-def mxfp8_experts(emulate: bool) -> GroupedProduct:
-    """Return the product of experts in MXFP8, which adds rows of zeros up to multiples of 32."""
-    silence_torchao()
-    from torchao.prototype.moe_training import mxfp8_grouped_mm
-
-    choices = mxfp8_grouped_mm.KernelPreference
-
-    def product(ends: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        result: Tensor = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm(
-            rows, weight.mT, offs=ends, pad_token_groups_for_grouped_mm=True,
-            kernel_preference=choices.EMULATED if emulate else choices.AUTO,
-        )  # fmt: skip
-        return result
-
-    return product
 
 
 def is_faster(recipe: str, outputs: int, inputs: int) -> bool:
@@ -178,5 +161,4 @@ def to_nf4(weight: Tensor) -> Tensor:
     except ImportError:  # before torchao 0.18
         from torchao.dtypes.nf4tensor import to_nf4 as convert
     scales = math.gcd(_SCALES, weight.numel() // _BLOCK)
-    quantized: Tensor = convert(weight, _BLOCK, scales)
-    return quantized
+    return convert(weight, _BLOCK, scales)

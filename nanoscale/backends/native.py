@@ -182,8 +182,7 @@ class NativeEngine(NativeState):
         if self.pipeline is not None:
             return self.pipeline.forward(inputs, *others)
         (model,) = self.stages.values()
-        output: Tensor = model(inputs, *others)
-        return output
+        return model(inputs, *others)
 
     def _after_forward(self) -> None:
         for stage in self.stages.values():

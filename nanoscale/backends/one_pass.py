@@ -27,8 +27,7 @@ _scalar = partial(torch.tensor, dtype=torch.float64)
 
 def flag(optimizer: Optimizer) -> Tensor | None:
     """Return the flag of the present step; None if no step is skipped on the device."""
-    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-    return found_inf
+    return getattr(optimizer, "found_inf", None)
 
 
 def run(

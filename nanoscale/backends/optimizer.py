@@ -417,5 +417,4 @@ def dequantize(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) ->
         levels = levels.clone()
         levels[0] = -1.0
     quantized: Any = OptimState8bit(codes, scale, levels, signed, dtype=torch.float32)
-    moment: Tensor = quantized.dequantize()
-    return moment.view(-1)
+    return quantized.dequantize().view(-1)

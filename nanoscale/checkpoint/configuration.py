@@ -38,8 +38,7 @@ def values(config: Config) -> Json:
         for name, value in members.items()
         if section not in _FREE
     }
-    plain: Json = json.loads(json.dumps(recorded))
-    return plain
+    return json.loads(json.dumps(recorded))
 
 
 def newest(run: RunDirectory) -> StoredCheckpoint | None:

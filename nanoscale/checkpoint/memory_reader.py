@@ -78,8 +78,7 @@ class _Reader:
                 read = partial(file.read, start, dtype, box.sizes)
                 self._chunks.setdefault(name, {}).setdefault(box, read)
                 start += prod(sizes) * dtype.itemsize
-        manifest: dict[str, Any] = committed["manifest"]
-        return manifest
+        return committed["manifest"]
 
     def has_all(self, state: State) -> bool:
         """True if the files have each element of this rank's tensors, and none in two different parts."""

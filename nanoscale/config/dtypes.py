@@ -20,3 +20,8 @@ DTYPES = {
     "bf16": Dtype(2, "bfloat16", "BF16"),
     "fp16": Dtype(2, "float16", "F16"),
 }
+
+
+def fp8_tile(recipe: str) -> int:
+    """Return the number of which the sizes of products in 8 bits are multiples; 1 without a recipe."""
+    return {"": 1, "mxfp8": 32}.get(recipe, 16)

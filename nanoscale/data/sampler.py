@@ -150,5 +150,4 @@ class PrecomputedSamples:
             self._layout, self._consumed = layout, consumed
             self._samples_ahead = self._find(positions)
             step = 0
-        samples: np.ndarray = self._samples_ahead[..., step, :]
-        return samples
+        return self._samples_ahead[..., step, :]

@@ -145,7 +145,7 @@ def limited_attention(
     head_dim = q.shape[-1]
     q, k, v = pad_heads(kernel, q, k, v)
     settings = span.longest, kernel, head_dim**-0.5, span.window, softcap
-    out: Tensor = AttentionFunction.apply("attention", q, k, v, sinks, span.starts, *settings)
+    out = AttentionFunction.apply("attention", q, k, v, sinks, span.starts, *settings)
     return out[..., :head_dim]
 
 

@@ -51,8 +51,7 @@ class VocabularyShard:
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all rows, with the gradient of this rank's rows."""
-        gathered: Tensor = _Gathered.apply(logits, self)
-        return gathered
+        return _Gathered.apply(logits, self)
 
 
 class _Gathered(torch.autograd.Function):
@@ -228,7 +227,7 @@ def linear_cross_entropy(
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
     chunk_loss = _fused_chunk_loss if fused and targets.ndim < hidden.ndim else _chunk_loss
-    loss: Tensor = _LinearCrossEntropy.apply(
+    return _LinearCrossEntropy.apply(
         hidden.flatten(0, -2),
         weight,
         targets.flatten(0, hidden.ndim - 2),
@@ -239,7 +238,6 @@ def linear_cross_entropy(
         None if token_weights is None else token_weights.flatten(0, hidden.ndim - 2),
         torch.is_grad_enabled(),
     )
-    return loss
 
 
 ChunkLoss = Callable[[Tensor, "_ChunkTargets", Tensor, bool], Tensor | None]
@@ -390,10 +388,9 @@ def _fused_chunk_loss(
     loss -= (log_probability * targets.is_local).sum()
     if not backward_follows:
         return None
-    grad_logits: Tensor = _compiled(_logits_gradient)(
+    return _compiled(_logits_gradient)(
         logits, log_sum, targets.row, targets.is_local, targets.weight, targets.z_loss
     )
-    return grad_logits
 
 
 def _penalized(log_sum: Tensor, z_loss: float) -> Tensor | float:

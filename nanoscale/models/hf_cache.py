@@ -41,8 +41,7 @@ class HFCache:
         with without_cudnn_attention():
             result = self._hf(input_ids=given, **options)
         self._cache = getattr(result, name, None) if name in accepted else None
-        logits: Tensor = result.logits
-        return logits[:, -1 if last_only else -tokens.shape[1] :]
+        return result.logits[:, -1 if last_only else -tokens.shape[1] :]
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:

@@ -15,21 +15,21 @@ experts_per_token of them. load `[experts]` counts the choices of each expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 from torch.nn import functional as F
 
+from nanoscale.config.dtypes import fp8_tile
 from nanoscale.config.schema import Model
+from nanoscale.models.narrow_experts import multiply_narrow
 
 Activations = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Functions of the results of gate and of up, whose product is the input of down."""
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of the ends of the experts' rows, the rows, and the matrices `[experts, out, in]`."""
 BIAS_UNIT = 2.0**-40
 """A router's bias is an integer of these units: no cast of the model to another dtype changes it."""
 
@@ -164,7 +164,7 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("nanoscale::multiply_router", mutates_args=())
+@custom_op("nanoscale::multiply_router", mutates_args=())
 def multiply_router(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return the products in fp32 or better; its operands stay as they are, which GPUs multiply faster."""
     if tokens.device.type == "cuda" and tokens.dtype.itemsize == 2:
@@ -173,10 +173,11 @@ def multiply_router(tokens: Tensor, weight: Tensor) -> Tensor:
     return tokens.to(dtype) @ weight.to(dtype).T
 
 
-@multiply_router.register_fake
-def _(tokens: Tensor, weight: Tensor) -> Tensor:
-    dtype = torch.promote_types(tokens.dtype, torch.float32)
-    return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=dtype)
+multiply_router.register_fake(
+    lambda tokens, weight: tokens.new_empty(
+        len(tokens), len(weight), dtype=torch.promote_types(tokens.dtype, torch.float32)
+    )
+)
 
 
 class _RouterProduct(torch.autograd.Function):
@@ -193,7 +194,7 @@ class _RouterProduct(torch.autograd.Function):
         return grad @ weight, grad.T @ tokens
 
 
-@torch.library.custom_op("nanoscale::choose_experts", mutates_args={"load"})
+@custom_op("nanoscale::choose_experts", mutates_args={"load"})
 def choose_experts(scores: Tensor, top_k: int, load: Tensor) -> Tensor:
     """Return the experts with the largest scores, int64 `[tokens, top_k]`, and add their counts to `load`.
 
@@ -205,9 +206,9 @@ def choose_experts(scores: Tensor, top_k: int, load: Tensor) -> Tensor:
     return chosen
 
 
-@choose_experts.register_fake
-def _(scores: Tensor, top_k: int, load: Tensor) -> Tensor:
-    return scores.new_empty(len(scores), top_k, dtype=torch.int64)
+choose_experts.register_fake(
+    lambda scores, top_k, _: scores.new_empty(len(scores), top_k, dtype=torch.int64)
+)
 
 
 class Experts(nn.Module):
@@ -221,8 +222,8 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
         self.activations, self.has_biases = activations(shape), shape.bias
-        self.product: GroupedProduct | None = None
-        """The product in 8 bits; None: in the compute dtype."""
+        self.recipe = ""
+        """The recipe of products in 8 bits; empty: in the compute dtype."""
         if shape.bias:
             self.gate_bias = nn.Parameter(torch.empty(experts, ffn))
             self.up_bias = nn.Parameter(torch.empty(experts, ffn))
@@ -239,19 +240,22 @@ class Experts(nn.Module):
             weights: `[tokens, slots]`, as `chosen`.
             length: a tensor whose length is the `number` of `ExpertPairs.of_choices`.
         """
-        number = None if length is None else len(length)
+        number = chosen.numel() if length is None else len(length)
         biases = (self.gate_bias, self.up_bias, self.down_bias) if self.has_biases else ()
-        pairs = ExpertPairs.of_choices(chosen, len(self.gate), number)
+        pairs = ExpertPairs.of_choices(chosen, len(self.gate), number, fp8_tile(self.recipe))
+        if self.recipe:  # rows without a pair are zeros of one further token
+            tokens, weights = (F.pad(it, (0, 0, 0, 1)) for it in (tokens, weights))
         scales = weights.flatten().gather(0, pairs.slots)
         outputs = run_experts(
             self.activations,
-            spread_twice(tokens, pairs),
+            spread_to(2, tokens, pairs),
             scales,
             pairs.load,
             *(self.gate, self.up, self.down, *biases),
-            product=self.product,
+            recipe=self.recipe,
         )
-        return sum_rows(outputs, pairs)
+        sums = sum_rows(outputs, pairs)
+        return sums[:-1] if self.recipe else sums
 
 
 def activations(shape: Model) -> Activations:
@@ -282,11 +286,11 @@ def _bounded_up(up: Tensor) -> Tensor:
 
 def run_experts(
     activations: Activations,
-    rows: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, ...],
     scales: Tensor,
     load: Tensor,
     *weights: Tensor,
-    product: GroupedProduct | None = None,
+    recipe: str = "",
 ) -> Tensor:
     """Apply the experts to rows sorted by expert, `[rows, hidden]` once for gate and once for up, and multiply
     the results with `[rows]`.
@@ -301,10 +305,11 @@ def run_experts(
         of_gate, of_up, *weights = (x.to(compute_dtype) for x in (*rows, *weights))  # type: ignore[assignment]
     scales = scales.to(of_gate.dtype).unsqueeze(-1)
     gate, up, down, *biases = weights
-    if product is not None or _supports_grouped_mm(of_gate, gate):
+    if recipe or _supports_grouped_mm(of_gate, gate):
         if _leaves_unused_unwritten(of_gate.device):
             gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
-        matmul: Any = partial(product or _grouped_matmul, load.cumsum(0, dtype=torch.int32))
+        product = partial(multiply_narrow, recipe) if recipe else _grouped_matmul
+        matmul: Any = partial(product, load.cumsum(0, dtype=torch.int32))
     else:
         matmul = partial(_MatmulByExpert.apply, load)
     activate, lift = activations
@@ -372,28 +377,28 @@ def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
     return F.grouped_mm(tokens, weight.mT, offs=ends)
 
 
-@torch.library.custom_op("nanoscale::multiply_by_expert", mutates_args=())
+@custom_op("nanoscale::multiply_by_expert", mutates_args=())
 def multiply_by_expert(load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """Return the products of each expert's rows with its matrix, `[experts, out, in]`, one by one."""
     per_expert = zip(rows.split(load.tolist()), weight, strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in per_expert])
 
 
-@multiply_by_expert.register_fake
-def _(load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1])
+multiply_by_expert.register_fake(
+    lambda _, rows, weight: rows.new_empty(rows.shape[0], weight.shape[1])
+)
 
 
-@torch.library.custom_op("nanoscale::gradient_by_expert", mutates_args=())
+@custom_op("nanoscale::gradient_by_expert", mutates_args=())
 def gradient_by_expert(load: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
     loads = load.tolist()
     per_expert = zip(grad.split(loads), rows.split(loads), strict=True)
     return torch.stack([of_expert.mT @ own for of_expert, own in per_expert])
 
 
-@gradient_by_expert.register_fake
-def _(load: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
-    return rows.new_empty(load.shape[0], grad.shape[1], rows.shape[1])
+gradient_by_expert.register_fake(
+    lambda load, rows, grad: rows.new_empty(load.shape[0], grad.shape[1], rows.shape[1])
+)
 
 
 class _MatmulByExpert(torch.autograd.Function):
@@ -418,74 +423,88 @@ def count(chosen: Tensor, experts: int) -> Tensor:
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-@dataclass(frozen=True)
-class ExpertPairs:
-    """Pairs of a token and one of its experts, sorted by expert, and then by token."""
+class ExpertPairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert, and then by token.
+
+    With a tile, rows without a pair follow the pairs of an expert up to a multiple of it, and the last expert
+    has all further rows: their number does not depend on the choices. They belong to one further token, which
+    has no pairs.
+    """
 
     load: Tensor
-    """`[experts]`: the number of pairs of each expert."""
+    """`[experts]`: the number of rows of each expert."""
     slots: Tensor
-    """`[pairs]`: the position of each pair in the flat choices `[tokens · slots]`."""
+    """`[rows]`: the position of each row's pair in the flat choices `[tokens · slots]`."""
     tokens: Tensor
-    """`[pairs]`: the token of each pair."""
+    """`[rows]`: the token of each row."""
     by_token: Tensor
-    """`[pairs]`: the positions of the pairs of the first token, then of the second, and so on."""
+    """`[pairs]`: the rows of the first token's pairs, then of the second's, and so on."""
     starts: Tensor
     """`[tokens + 1]`: where each token begins in `by_token`."""
 
     @staticmethod
-    def of_choices(chosen: Tensor, experts: int, number: int | None = None) -> ExpertPairs:
+    def of_choices(chosen: Tensor, experts: int, number: int, tile: int = 1) -> ExpertPairs:
         """Sort the choices `[tokens, slots]` of experts.
 
         Args:
-            number: of choices below `experts`, which are the pairs; None: all.
+            number: of choices below `experts`, which are the pairs.
         """
-        number = chosen.numel() if number is None else number
-        return ExpertPairs(*sort_choices(chosen, experts, number))
+        return ExpertPairs(*sort_choices(chosen, experts, number, tile))
 
 
 # One operation: the compiler need not know of the number that a slice has.
-@torch.library.custom_op("nanoscale::sort_choices", mutates_args=())
+@custom_op("nanoscale::sort_choices", mutates_args=())
 def sort_choices(
-    chosen: Tensor, experts: int, number: int
+    chosen: Tensor, experts: int, number: int, tile: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     flat = chosen.flatten()
-    slots = flat.argsort(stable=True)[:number].clone()
+    pairs = slots = flat.argsort(stable=True)[:number].clone()
     is_pair = flat < experts
     before = is_pair.cumsum(0) - 1
     rows = torch.arange(number, device=chosen.device)
+    load = count(flat, experts + 1)[:experts].clone()
+    if tile > 1:
+        size, added = _filled(number, experts, tile), -load % tile
+        added[-1] += size - number - added.sum()
+        rows += (added.cumsum(0) - added).repeat_interleave(load, output_size=number)
+        slots = flat.new_full((size,), len(flat)).scatter_(0, rows, pairs)
+        load += added
     return (
-        count(flat, experts + 1)[:experts].clone(),
+        load,
         slots,
         slots // chosen.shape[1],
-        torch.empty_like(slots).scatter_(0, before[slots], rows),
-        F.pad(is_pair.view(chosen.shape).sum(1).cumsum(0), (1, 0)),
+        torch.empty_like(pairs).scatter_(0, before[pairs], rows),
+        F.pad(is_pair.view(chosen.shape).sum(1), (1, tile > 1)).cumsum(0),
     )
 
 
 @sort_choices.register_fake
-def _(chosen: Tensor, experts: int, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sizes = experts, number, number, number, chosen.shape[0] + 1
-    load, slots, tokens, by_token, starts = (chosen.new_empty(size) for size in sizes)
-    return load, slots, tokens, by_token, starts
+def _(chosen: Tensor, experts: int, number: int, tile: int) -> tuple[Tensor, ...]:
+    rows = _filled(number, experts, tile)
+    sizes = experts, rows, rows, number, chosen.shape[0] + 1 + (tile > 1)
+    return tuple(map(chosen.new_empty, sizes))
+
+
+def _filled(number: int, experts: int, tile: int) -> int:
+    """Return the rows of a number of pairs, which the most uneven choices need."""
+    return (number + experts * (tile - 1)) // tile * tile
 
 
 def spread(x: Tensor, pairs: ExpertPairs) -> Tensor:
     """Return the rows of the pairs' tokens, `[tokens, width]` to `[pairs, width]`."""
-    rows: Tensor = _Spread.apply(x, pairs.tokens, pairs.by_token, pairs.starts)
-    return rows
+    return spread_to(1, x, pairs)[0]
 
 
-def spread_twice(x: Tensor, pairs: ExpertPairs) -> tuple[Tensor, Tensor]:
-    """Return the rows for two readers, whose gradients are not added row by row, but for each token."""
-    rows: tuple[Tensor, Tensor] = _SpreadTwice.apply(x, pairs.tokens, pairs.by_token, pairs.starts)
-    return rows
+def spread_to(readers: int, x: Tensor, pairs: ExpertPairs) -> tuple[Tensor, ...]:
+    """Return the rows for several readers, whose gradients are not added row by row, but for each token."""
+    _, _, *order = pairs
+    return _Spread.apply(x, readers, *order)
 
 
 def sum_rows(rows: Tensor, pairs: ExpertPairs) -> Tensor:
-    """Return the sums over each token's pairs, `[pairs, width]` to `[tokens, width]`."""
-    sums: Tensor = _SumRows.apply(rows, pairs.tokens, pairs.by_token, pairs.starts)
-    return sums
+    """Return the sums over each token's pairs, `[rows, width]` to `[tokens, width]`."""
+    _, _, *order = pairs
+    return _SumRows.apply(rows, *order)
 
 
 # Each is the gradient of the other, and a single operation. The sums have a fixed order, which PyTorch's own
@@ -494,29 +513,19 @@ def sum_rows(rows: Tensor, pairs: ExpertPairs) -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(*pairs)
-        return x[pairs[0]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, *ctx.saved_tensors[1:]), None, None, None
-
-
-class _SpreadTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *pairs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, readers: int, *pairs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*pairs)
         rows = x[pairs[0]]
-        return rows, rows.view_as(rows)
+        return rows, *(rows.view_as(rows) for _ in range(readers - 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, *order = ctx.saved_tensors
-        first, second = (_sum(grad, *order) for grad in grads)
-        return first + second, None, None, None
+        total, *others = (_sum(grad, *order) for grad in grads)
+        for other in others:
+            total = total + other
+        return total, None, None, None, None
 
 
 class _SumRows(torch.autograd.Function):

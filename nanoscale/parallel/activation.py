@@ -39,6 +39,7 @@ from torch.utils.checkpoint import (
 from nanoscale.config.schema import Parallel
 from nanoscale.models.hf_model import expert_modules
 from nanoscale.models.moe import choose_experts, multiply_by_expert, multiply_router
+from nanoscale.models.narrow_experts import multiply_narrow
 from nanoscale.models.transformer import Masks, Rotations, RunLayers
 from nanoscale.parallel.expert import exchange_counts, experts_of, parts_of
 
@@ -69,9 +70,7 @@ def keep_choices(chosen: Tensor) -> Tensor:
     return chosen.clone()
 
 
-@keep_choices.register_fake
-def _(chosen: Tensor) -> Tensor:
-    return torch.empty_like(chosen)
+keep_choices.register_fake(torch.empty_like)
 
 
 def _keep_choices(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -152,11 +151,10 @@ aten = torch.ops.aten
 MATMULS = {
     getattr(aten, name).default
     for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm")
-    if hasattr(aten, name)
 }
 EXPERT_MATMULS = {
     aten._grouped_mm.default,
-    aten._scaled_grouped_mm.default,
+    multiply_narrow._opoverload,
     multiply_by_expert._opoverload,
 }
 # Reduced results are as small as the residual stream, and recomputing them would communicate again. A gathered

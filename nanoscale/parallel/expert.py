@@ -344,6 +344,4 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:
     return torch.ops.aten._to_copy(numbers, device=torch.device("cpu"))
 
 
-@exchange_counts.register_fake
-def _(counts: Tensor, group: str) -> Tensor:
-    return counts.new_empty(3, counts.shape[0], device="cpu")
+exchange_counts.register_fake(lambda counts, _: counts.new_empty(3, counts.shape[0], device="cpu"))

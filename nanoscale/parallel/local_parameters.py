@@ -122,8 +122,7 @@ def _to_local(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
         assert isinstance(parameter, DTensor)
         # Still a parameter, so that activations that are offloaded to the host do not include it.
         return nn.Parameter(parameter._local_tensor, requires_grad=False)
-    local: Tensor = _ToLocal.apply(parameter, gradient)
-    return local
+    return _ToLocal.apply(parameter, gradient)
 
 
 class _ToLocal(torch.autograd.Function):

@@ -92,8 +92,7 @@ def broadcast(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> 
         return read()
     values: list[Any] = [read() if rank() == 0 else None]
     dist.broadcast_object_list(values, src=0, group=group)
-    value: T = values[0]
-    return value
+    return values[0]
 
 
 def gather_numbers(numbers: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -46,10 +46,9 @@ def ring_attention(
         settings: kernel, scale, softcap, window and longest, as `Blocks` has them. A window needs `ends`.
     """
     # Operations refer to a group by its name.
-    out: Tensor = AttentionFunction.apply(
+    return AttentionFunction.apply(
         "ring_attention", q, k, v, sinks, ends, group.group_name, *settings
     )
-    return out
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,12 @@ class ResidualStream:
         """Gather the stream to `[…, seq, hidden]`, from which every rank computes another part of the next
         result."""
         stream = self.group, self.ranks, self.divided
-        gathered: Tensor = _Collective.apply(hidden, _GATHERS, _REDUCES, *stream)
-        return gathered
+        return _Collective.apply(hidden, _GATHERS, _REDUCES, *stream)
 
     def reduce(self, partial_sum: Tensor) -> Tensor:
         """Reduce every rank's partial sum `[…, seq, hidden]` to the stream."""
         stream = self.group, self.ranks, self.divided
-        reduced: Tensor = _Collective.apply(partial_sum, _REDUCES, _GATHERS, *stream)
-        return reduced
+        return _Collective.apply(partial_sum, _REDUCES, _GATHERS, *stream)
 
     def wrap(self, module: nn.Module) -> None:
         """Wrap a module that computes a rank's partial sum so that it takes and returns the stream, in
@@ -86,7 +84,7 @@ def fuse_with_products(mesh: DeviceMesh) -> None:
 
 def mean_over_ranks(stream: ResidualStream, local: Tensor) -> Tensor:
     """Return the mean of every rank's tensor, which each rank uses in another part of the result."""
-    total: Tensor = _Collective.apply(local, _REDUCES, _REDUCES, stream.group, stream.ranks, False)
+    total = _Collective.apply(local, _REDUCES, _REDUCES, stream.group, stream.ranks, False)
     return total / stream.ranks
 
 

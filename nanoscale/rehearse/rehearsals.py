@@ -50,7 +50,7 @@ def why_unplayable(config: ResolvedConfig) -> Violation | None:
     if config.lora.base == "nf4":
         message = "keeps weights in tensors of torchao, which are not rehearsed"
         return Violation("lora.base", "nf4", "", message, ("lora.base=whole",))
-    if config.precision.fp8 and config.precision.fp8_recipe == "mxfp8":
+    if config.precision.fp8_recipe == "mxfp8":
         message = "casts in kernels of torchao that exist on GPUs alone, so it is not rehearsed"
         whole = "precision.fp8=false " if config.model.experts else ""
         advice = f"{whole}precision.fp8_recipe=tensorwise"
@@ -130,8 +130,7 @@ def known(name: str) -> Json | None:
         total, _, text = cached(name).read_text("utf-8").partition("\n")
         is_own = about.st_uid == os.getuid() and not about.st_mode & 0o022
         if is_own and total == _sum(text):
-            document: Json = parse(text)
-            return document
+            return parse(text)
     return None
 
 

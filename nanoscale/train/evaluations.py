@@ -37,8 +37,7 @@ TEMPERATURE = 0.7
 
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled blocks as they were written: a compilation takes longer than the sample."""
-    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return context
+    return torch.compiler.set_stance("force_eager")
 
 
 class NextToken(Protocol):

@@ -234,7 +234,7 @@ def describe_precision(precision: Precision) -> str:
         f"gradient sums {precision.reduce}",
     ]
     if precision.fp8:
-        words.append(f"linear layers of the blocks fp8, scaled {precision.fp8_recipe}")
+        words.append(f"products of the blocks fp8, scaled {precision.fp8_recipe}")
     if precision.compute == "fp16":
         words.append(f"loss scale {precision.loss_scale:g} at first")
     return ", ".join(words)

@@ -1,4 +1,5 @@
-"""Products in MXFP8, computed on the CPU as torchao emulates them: numbers of a layer, and layouts of a job."""
+"""Products in MXFP8, computed on the CPU as torchao emulates them, and of experts in fp8, whose kernels are
+registered for the CPU: numbers of a layer, and layouts of a job."""
 
 from __future__ import annotations
 
@@ -11,9 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.gpu import cpu_kernels
 from nanoscale.backends import low_bits
+from nanoscale.config.dtypes import fp8_tile
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
+from nanoscale.models.moe import ExpertPairs, spread, sum_rows
+from nanoscale.models.narrow_experts import multiply_narrow, narrow_gradients
 from nanoscale.models.transformer import Transformer
 from tests.support.layouts import Row, record_all, row_config
 from tests.support.ranks import run_ranks
@@ -41,6 +46,13 @@ def in_mxfp8(x: Tensor) -> Tensor:
     scales = 2.0 ** (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil()
     scales = torch.where(scales == 0, 1.0, scales)
     return ((blocks / scales).float().to(torch.float8_e4m3fn).double() * scales).flatten(-2)
+
+
+def in_fp8(x: Tensor) -> Tensor:
+    """Round `x` to e4m3 with one scale for each row, in fp64: the largest power of two that fits."""
+    largest = x.double().abs().amax(-1, keepdim=True)
+    scales = torch.where(largest == 0, 1.0, 2.0 ** (LARGEST / largest).log2().floor())
+    return (x.double() * scales).float().to(torch.float8_e4m3fn).double() / scales
 
 
 def converted(outputs: int, inputs: int) -> Any:
@@ -104,14 +116,25 @@ def test_small_matrices_stay_in_16_bits() -> None:
     assert kept == ["attention.wk", "attention.wv"]
 
 
-def test_products_of_experts_round_what_they_sum() -> None:
-    """An expert's rows are a multiple of a block with zeros; the second one has none."""
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "rowwise"])
+def test_products_of_experts_round_what_they_sum(recipe: str, compiled: bool) -> None:
+    """An expert's rows are a multiple of a tile with zeros; the second one has none."""
+    cpu_kernels.register()
     dice, load = torch.Generator().manual_seed(2), [40, 0, 7, 32]
     rows = torch.randn(sum(load), 64, generator=dice).bfloat16().requires_grad_()
     weight = torch.randn(4, 96, 64, generator=dice).bfloat16().requires_grad_()
     grad = torch.randn(sum(load), 96, generator=dice).bfloat16()
-    ends = torch.tensor(load).cumsum(0, dtype=torch.int32)
-    out = low_bits.mxfp8_experts(emulate=True)(ends, rows, weight)
+    chosen = torch.arange(4).repeat_interleave(torch.tensor(load)).unsqueeze(1)
+    round_rows = in_mxfp8 if recipe == "mxfp8" else in_fp8
+
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
+        pairs = ExpertPairs.of_choices(chosen, 4, len(chosen), tile=fp8_tile(recipe))
+        ends = pairs.load.cumsum(0, dtype=torch.int32)
+        x = spread(F.pad(rows, (0, 0, 0, 1)), pairs)
+        return sum_rows(multiply_narrow(recipe, ends, x, weight), pairs)[:-1]
+
+    out = (torch.compile(multiply, fullgraph=True) if compiled else multiply)(rows, weight)
     found = [out, *torch.autograd.grad(out, [rows, weight], grad)]
 
     def products(rounded: Any) -> list[Tensor]:
@@ -119,7 +142,7 @@ def test_products_of_experts_round_what_they_sum() -> None:
         for x, matrix, of_out in zip(
             rows.detach().split(load), weight.detach(), grad.split(load), strict=True
         ):
-            down = [F.pad(it.T, (0, -len(it) % BLOCK)) for it in (of_out, x)]
+            down = [F.pad(it.T, (0, BLOCK - len(it) % BLOCK)) for it in (of_out, x)]
             of_weight = rounded(down[0]) @ rounded(down[1]).T
             both = rounded(x) @ rounded(matrix).T, rounded(of_out) @ rounded(matrix.T).T
             results.append((*both, of_weight))
@@ -128,22 +151,36 @@ def test_products_of_experts_round_what_they_sum() -> None:
 
     assert found[2][1].count_nonzero() == 0
     for one, expected, exact in zip(
-        found, products(in_mxfp8), products(torch.Tensor.double), strict=True
+        found, products(round_rows), products(torch.Tensor.double), strict=True
     ):
         assert difference(one, expected) < 2**-8
         assert 0.01 < difference(one, exact) < 2**-4
 
 
+def test_operations_return_what_the_compiler_expects() -> None:
+    cpu_kernels.register()
+    ends = torch.tensor([32, 32, 96], dtype=torch.int32)
+    rows, weight = torch.randn(96, 64).bfloat16(), torch.randn(3, 32, 64).bfloat16()
+    for recipe in ("mxfp8", "rowwise"):
+        for operation, arguments in (
+            (multiply_narrow, (recipe, ends, rows, weight)),
+            (narrow_gradients, (recipe, ends, rows, weight, torch.randn(96, 32).bfloat16())),
+        ):
+            torch.library.opcheck(operation, arguments, test_utils="test_faketensor")
+
+
 def job(folder: Path, stage: int = 0, micro_batch: int = 2, recipe: str | None = "mxfp8",
-        shape: Model = SHAPE, **degrees: Any) -> ResolvedConfig:  # fmt: skip
+        shape: Model = SHAPE, compiled: bool = False, **degrees: Any) -> ResolvedConfig:  # fmt: skip
     row = Row("", degrees, stage, micro_batch, shape)
     config = row_config(folder, row, "bf16", steps=4)
     narrow = replace(config.precision, fp8=recipe is not None, fp8_recipe=recipe or "tensorwise")
     train, optimizer = replace(config.train, seq_len=SEQ), replace(config.optimizer, lr=1e-3)
-    return replace(config, precision=narrow, train=train, optimizer=optimizer)
+    backend = replace(config.backend, compile="on" if compiled else "off")
+    return replace(config, precision=narrow, train=train, optimizer=optimizer, backend=backend)
 
 
 def losses(rank: int, config: ResolvedConfig) -> list[float]:
+    cpu_kernels.register()
     return [record["loss"] for record in record_all(rank, config)]
 
 
@@ -181,18 +218,40 @@ def test_layouts_train_the_same(tmp_path: Path, rows: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [MOE, exhaustive(SHARED)])
-def test_experts_train_the_same_on_two_ranks(tmp_path: Path, shape: Model) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        ("mxfp8", MOE),
+        ("tensorwise", MOE),
+        exhaustive("mxfp8", SHARED),
+        exhaustive("rowwise", SHARED),
+    ],
+)
+def test_experts_train_the_same_on_two_ranks(tmp_path: Path, recipe: str, shape: Model) -> None:
     write_tokens(tmp_path)
-    wide, alone = (losses(0, job(tmp_path, recipe=it, shape=shape)) for it in (None, "mxfp8"))
+    wide, alone = (losses(0, job(tmp_path, recipe=it, shape=shape)) for it in (None, recipe))
+    mode = "activation_checkpointing"
     rows: list[dict[str, Any]] = [
-        {"dp": 2, "stage": 3}, {"dp": 2, "ep": 2, "stage": 1}, {"dp": 2, "ep": 2, "stage": 3},
-        {"tp": 2}, {"tp": 2, "ep": 2, "ep_over_tp": True},
+        {"dp": 2, "stage": 3, mode: "full"}, {"dp": 2, "ep": 2, "stage": 1, mode: "selective"},
+        {"dp": 2, "ep": 2, "stage": 3}, {"cp": 2}, {"pp": 2, "micro_batch": 1},
+        {"tp": 2, mode: "selective", "selective_keep": "matmuls"},
+        {"tp": 2, "ep": 2, "ep_over_tp": True},
     ]  # fmt: skip
-    for found in run_ranks(all_losses, 2, [job(tmp_path, shape=shape, **row) for row in rows])[0]:
-        assert found == pytest.approx(alone, rel=0.02)
+    for row in rows:
+        found, _ = run_ranks(losses, 2, job(tmp_path, recipe=recipe, shape=shape, **row))
+        assert found == pytest.approx(alone, rel=0.02), row
         assert found != wide
     assert alone != wide and alone == pytest.approx(wide, rel=0.1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise"])
+def test_compiled_experts_train_the_same(tmp_path: Path, recipe: str) -> None:
+    write_tokens(tmp_path)
+    alone = losses(0, job(tmp_path, recipe=recipe, shape=MOE))
+    compiled = job(tmp_path, recipe=recipe, shape=MOE, dp=2, ep=2, stage=3, compiled=True)
+    assert run_ranks(losses, 2, compiled)[0] == pytest.approx(alone, rel=0.02)
 
 
 def all_losses(rank: int, configs: list[ResolvedConfig]) -> list[list[float]]:

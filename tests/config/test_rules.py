@@ -163,7 +163,6 @@ LAWS = [
      "model.qk_norm"),
     (["model.experts=8", "backend.compile=on", "parallel.activation_checkpointing=sqrt"], CPU,
      "backend.compile"),
-    (["model.experts=8", "precision=fp8"], gpus(1), "precision.fp8"),
     (["model.experts=8", "parallel.ep=2"], CPU, "parallel.ep"),
     (["model.experts=8", "parallel.dp=4", "parallel.ep=3"], CPU, "parallel.ep"),
     (["model.experts=6", "parallel.dp=4", "parallel.ep=4"], CPU, "parallel.ep"),
@@ -214,6 +213,9 @@ LAWS = [
     (["precision=mxfp8", "model.experts=8", "model.ffn=64", "model.shared_ffn=48"],
      Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8"),
     (["precision=mxfp8"], gpus(1), "precision.fp8_recipe"),
+    (["precision=fp8", "precision.fp8_recipe=rowwise_with_gw_hp", "model.experts=8", "model.ffn=64"],
+     gpus(1), "precision.fp8_recipe"),
+    (["precision=fp8", "model.experts=8", "model.ffn=40"], gpus(1), "precision.fp8"),
     (["precision=mxfp8", "cluster=h200"], Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8_recipe"),
     (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),
     (["optimizer=lion", "precision=bf16-pure"], CPU, "optimizer.name"),
@@ -671,6 +673,22 @@ def test_gpus_with_mxfp8():
 
 
 MIXTURE = ["model.experts=8", "model.ffn=64"]
+
+
+def test_gpus_with_experts_in_fp8():
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H20"):
+        on = Devices("cuda", 1, (name,))
+        for recipe in ("tensorwise", "rowwise"):
+            words = "precision=fp8", f"precision.fp8_recipe={recipe}", *MIXTURE
+            assert checked(*words, on=on).precision.fp8_recipe == recipe
+    for name in ("NVIDIA B200", "NVIDIA L40S", "AMD Instinct MI300X"):
+        on = Devices("cuda", 1, (name,))
+        (weak,) = violations("precision=fp8", *MIXTURE, on=on)
+        assert name in weak.message and weak.key == "precision.fp8_recipe"
+        for advice in weak.suggestions:
+            assert checked("precision=fp8", *MIXTURE, *shlex.split(advice), on=on)
+
+
 IN_MXFP8 = ["precision.fp8=true", "precision.fp8_recipe=mxfp8"]
 
 
@@ -695,6 +713,8 @@ def test_mxfp8_needs_a_new_torchao(monkeypatch, old):
     b200 = Devices("cuda", 1, ("NVIDIA B200",))
     monkeypatch.setattr("nanoscale.config.rules.numbers.version", lambda _: old)
     (violation,) = violations("precision=mxfp8", on=b200)
+    assert "0.18" in violation.message
+    (violation,) = violations("precision=fp8", *MIXTURE, on=gpus(1))
     assert "0.18" in violation.message
     assert checked("precision=fp8", on=gpus(1)).precision.fp8
     monkeypatch.setattr("nanoscale.config.rules.numbers.version", lambda _: "0.18.0+cu130")

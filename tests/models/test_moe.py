@@ -162,6 +162,22 @@ def test_pairs_of_tokens_and_experts() -> None:
     assert torch.autograd.gradcheck(lambda x: sum_rows(x, pairs), x)
 
 
+def test_rows_without_a_pair_fill_tiles() -> None:
+    """The last expert has the rows that other choices would need elsewhere: two tiles for three experts."""
+    chosen = torch.tensor([[2, 0], [1, 3], [3, 3], [0, 3]])
+    pairs = ExpertPairs.of_choices(chosen, 3, 4, tile=4)
+    assert pairs.load.tolist() == [4, 4, 4]
+    assert pairs.tokens.tolist() == [0, 3, 4, 4, 1, 4, 4, 4, 0, 4, 4, 4]
+    assert pairs.slots.tolist() == [1, 6, 8, 8, 2, 8, 8, 8, 0, 8, 8, 8]
+    assert ExpertPairs.of_choices(chosen[:, :1], 3, 3, tile=4).load.tolist() == [4, 4, 4]
+    assert ExpertPairs.of_choices(torch.zeros(6, 1).long(), 3, 6, tile=4).load.tolist() == [8, 0, 4]
+    x = F.pad(torch.randn(4, 3).double(), (0, 0, 0, 1)).requires_grad_()
+    rows = spread(x, pairs)
+    twice = torch.tensor([2, 1, 0, 1, 0]).double().unsqueeze(1)
+    assert torch.equal(sum_rows(rows, pairs), x * twice)
+    assert torch.autograd.gradcheck(lambda x: sum_rows(x, pairs)[:-1], rows)
+
+
 def test_operations_return_what_the_compiler_expects() -> None:
     """Shapes and strides."""
     load, rows = torch.tensor([3, 0, 5]), torch.randn(8, 4)
@@ -169,7 +185,8 @@ def test_operations_return_what_the_compiler_expects() -> None:
     for operation, arguments in (
         (moe.multiply_router, (rows, scores[:3, :1].expand(3, 4))),
         (moe.choose_experts, (scores, 2, load)),
-        (moe.sort_choices, (scores.topk(2).indices, 3, 16)),
+        (moe.sort_choices, (scores.topk(2).indices, 3, 16, 1)),
+        (moe.sort_choices, (scores.topk(2).indices, 3, 16, 8)),
         (moe.multiply_by_expert, (load, rows, weight)),
         (moe.multiply_by_expert, (load, torch.randn(8, 6), weight.mT)),
         (moe.gradient_by_expert, (load, rows, torch.randn(8, 6))),

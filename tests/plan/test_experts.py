@@ -112,6 +112,23 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
     assert block.product(hardware, part, linear) > read
 
 
+def test_products_of_experts_in_fp8_have_row_wise_scales_and_cast_in_both_passes() -> None:
+    """torchao casts matrices and rows of each product, 5 bytes a number, and the results' gradients twice."""
+    hardware, config = machine(), job("qwen3-30b-a3b", seq_len=4096)
+    shape = block.micro_batch_shape(replace(config, precision=replace(config.precision, fp8=True)))
+    others = replace(shape, software=replace(shape.software, torchao=False))
+    linears = block.linears(QWEN, 1)
+    for linear in linears[5:]:
+        times = [block.product(hardware, it, linear) for it in (shape, others)]
+        assert times[0] == pytest.approx(block.ROWWISE * times[1])
+    rows, hidden, ffn = 4096 * QWEN.experts_per_token, QWEN.hidden, QWEN.ffn
+    read = 3 * QWEN.experts * hidden * ffn + rows * (2 * hidden + ffn)
+    results = 2 * rows * (2 * ffn + hidden)
+    both, dense = (block._casts(shape, it) for it in (linears, linears[:4]))
+    assert both[0] - dense[0] == 5 * read
+    assert both[1] - dense[1] == 5 * (read + results)
+
+
 def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:
     hardware = machine()
     part = block.micro_batch_shape(job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, micro_batch=4))

@@ -88,6 +88,20 @@ def test_products_in_mxfp8_keep_their_inputs_in_16_bits(compiled: bool) -> None:
     assert working_memory(shape, narrow) == max(last, first) + whole // 8
 
 
+@pytest.mark.parametrize("tile", [16, 32])
+def test_rows_of_experts_fill_tiles_of_products_in_eight_bits(tile: int) -> None:
+    model = replace(MODEL, experts=8, experts_per_token=2, mlp="swiglu", ffn=64)
+    shape = shape_of(model, Parallel(), 1, TOKENS)
+    run = Execution(compute=BYTES, stream=BYTES, fused=True, grouped=True)
+    wide, narrow = saved(shape, run), saved(shape, replace(run, fp8=True, tile=tile))
+    added = 8 * (tile - 1)
+    sizes = {"dispatched": HIDDEN, "up": 64, "gate": 64, "product": 64}
+    for name, width in sizes.items():
+        assert narrow[name] == wide[name] + added * width * BYTES
+    assert narrow["order of rows"] == wide["order of rows"] + 2 * 8 * added
+    assert narrow.keys() == wide.keys()
+
+
 def test_eight_bits_are_planned_with_them() -> None:
     base = complete(model=MODEL)
     base = replace(

@@ -282,3 +282,13 @@ def test_one_kernel_for_tensors_of_all_sizes_moves_the_bytes_of_each() -> None:
 def test_products_in_8_bits_are_fast_on_all_makers_gpus(dtype: torch.dtype) -> None:
     a, b = (torch.empty(32, 32, dtype=dtype, device="meta") for _ in range(2))
     assert _product("_scaled_mm", [a, b])[2] == "fp8"
+
+
+def test_gradients_of_experts_in_8_bits_have_a_group_for_each_expert() -> None:
+    """Their scales, one for each column of an expert's rows, come before the ends of the rows."""
+    grad, rows = (
+        torch.empty(96, width, dtype=torch.float8_e4m3fn, device="meta") for width in (32, 64)
+    )
+    of_grad, of_rows, ends = (torch.empty(size, device="meta") for size in (3 * 32, 3 * 64, 3))
+    tensors = [grad.T.contiguous(), rows.T.contiguous().T, of_grad, of_rows, ends]
+    assert _product("_scaled_grouped_mm", tensors)[2:-1] == ("fp8", 32, 64, 32, 3)

@@ -222,14 +222,12 @@ class DeepSpeedEngine(Engine):
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         """Return PyTorch's optimizer, inside DeepSpeed's."""
-        optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
-        return optimizer
+        return self.engine.basic_optimizer
 
     def _forward(self, inputs: Tensor, *others: Any) -> Tensor | None:
         if self.pipelined:
             return model_parallel.forward(self.model, inputs, others, self.groups.pipeline)
-        output: Tensor = self.engine(inputs, *others)
-        return output
+        return self.engine(inputs, *others)
 
     def _backward_loss(self, loss_sum: Tensor) -> Tensor:
         """Return a micro batch's loss, scaled for DeepSpeed's mean over micro batches and ranks."""

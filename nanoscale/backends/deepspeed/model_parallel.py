@@ -75,8 +75,7 @@ class FromQueue(nn.Module):
         self.stage, self.queue = stage, queue
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.stage(hidden, *self.queue.popleft())
-        return output
+        return self.stage(hidden, *self.queue.popleft())
 
 
 def make_module(

@@ -210,8 +210,7 @@ def read_part(opened: Readers, tensor: Stored, slices: tuple[slice, ...]) -> Ten
     from nanoscale.checkpoint.hf.quantized import read_quantized
 
     def read(part: Stored, box: tuple[slice, ...]) -> Tensor:
-        values: Tensor = opened(part.file).get_slice(part.name)[box]
-        return values
+        return opened(part.file).get_slice(part.name)[box]
 
     whole = tuple(slice(it.start, it.stop) for it in slices)
     try:

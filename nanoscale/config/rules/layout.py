@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterator
 
 from nanoscale.common.units import counted, listed
+from nanoscale.config.dtypes import fp8_tile
 from nanoscale.config.layout import SPLIT_BACKWARD
 from nanoscale.config.model_math import experts
-from nanoscale.config.rules.numbers import fp8_tile
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Model
 
@@ -123,7 +123,8 @@ def row_step(config: Config) -> int | None:
     is_padded = train.is_of_answers or train.objective == "classify"
     if not is_padded or layout.pp > 1 or scaling in ("dynamic", "longrope") or counts_all:
         return None
-    return math.lcm(sequence_step(config), fp8_tile(config) * layout.cp * layout.tp, _ROW)
+    tile = fp8_tile(config.precision.fp8_recipe)
+    return math.lcm(sequence_step(config), tile * layout.cp * layout.tp, _ROW)
 
 
 def _undivided_sequence(config: Config) -> str:

@@ -172,10 +172,10 @@ EXPERTS = of_kind("config",
         ("model.experts_per_token<", "model.experts={c.model.experts_per_token}")),
     refused("model.mlp", {**_ROUTED, "model.mlp": "gelu"},
         "is the block of a dense model; experts are gated", "model.mlp=swiglu"),
-    refused("precision.fp8",
-        {**_ROUTED, "precision.fp8": True, "precision.fp8_recipe": other_than("mxfp8")},
-        "would leave the products of the experts, which are most of them, in 16 bits, except with "
-        "precision.fp8_recipe=mxfp8", "precision.fp8=false"),
+    refused("precision.fp8_recipe",
+        {**_ROUTED, "precision.fp8": True, "precision.fp8_recipe": "rowwise_with_gw_hp"},
+        "computes gradients of weights in 16 bits, and torchao's products of experts in 8",
+        "precision.fp8_recipe=rowwise", "precision.fp8_recipe=tensorwise"),
 )  # fmt: skip
 
 # --- adapters -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from nanoscale.common.units import listed
+from nanoscale.config.dtypes import fp8_tile
 from nanoscale.config.optimizers import OPTIMIZERS, optimizers_with, rule_of
 from nanoscale.config.parameters import named
 from nanoscale.config.rules.resolution import Resolution
@@ -22,8 +23,18 @@ _HAS_FP8 = re.compile(
 )
 """Names of GPUs of compute capability 8.9 or newer, or of AMD's with 8-bit products."""
 
-_HAS_MXFP8 = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
-"""Names of GPUs of compute capability 10, for which torchao's kernels of MXFP8 are compiled."""
+_KERNELS = {
+    9: (
+        "multiplies by experts on GPUs of compute capability 9 (H100, H200, GH200)",
+        re.compile(r"\b(GH200|H[128]00|H20)\b", re.IGNORECASE),
+    ),
+    10: (
+        "needs GPUs of compute capability 10 (B200, B300, GB200, GB300)",
+        re.compile(r"\bG?B[123]00\b", re.IGNORECASE),
+    ),
+}
+"""Compute capability → what a recipe needs, and names of GPUs. PyTorch's grouped products of rows in fp8 are
+written for 9, and torchao's kernels of MXFP8 are compiled for 10."""
 
 _BEFORE_AMPERE = re.compile(
     r"\b([VP]100\w*|GV100|[KMP]\d{1,2}[mcX]?|T4G?|T\d{3,4}|TITAN|GTX|Quadro|CMP|RTX 20[5-8]0"
@@ -77,20 +88,14 @@ def device_names(resolution: Resolution) -> tuple[str, ...]:
 _FP8 = {"precision.fp8": True}
 _NO_FP8 = "precision.fp8=false"
 _NEEDS_FP8 = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
-_NEEDS_MXFP8 = "needs GPUs of compute capability 10 (B200, B300, GB200, GB300)"
 _BF16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
-
-
-def fp8_tile(config: Config) -> int:
-    """Return the number of which the sizes of products in 8 bits are multiples."""
-    return 32 if config.precision.fp8_recipe == "mxfp8" else 16
 
 
 def _odd_sizes(config: Config) -> list[str]:
     """List the sizes of the blocks' products that 8-bit hardware does not support."""
     model, train, tp = config.model, config.train, config.parallel.tp
     expert_tp = config.parallel.expert_tp if model.experts else tp
-    of_rank = f" / {tp}" * (tp > 1)
+    of_rank, tile = f" / {tp}" * (tp > 1), fp8_tile(config.precision.fp8_recipe)
     sizes = {
         "model.hidden": model.hidden,
         f"model.ffn{f' / {expert_tp}' * (expert_tp > 1)}": model.ffn // expert_tp,
@@ -107,7 +112,7 @@ def _odd_sizes(config: Config) -> list[str]:
             "model.rope_head_dim": model.rope_head_dim,
             f"the values of all heads{of_rank}": model.heads * model.value_width // tp,
         }
-    return [f"{name} = {size}" for name, size in sizes.items() if size % fp8_tile(config)]
+    return [f"{name} = {size}" for name, size in sizes.items() if size % tile]
 
 
 RULES = of_kind("config",
@@ -120,8 +125,8 @@ RULES = of_kind("config",
             *("model.q_rank", "model.kv_rank", "model.rope_head_dim"),
         ), lambda config: not (config.precision.fp8 and _odd_sizes(config)),
         lambda config: (
-            f"multiplies in {'blocks' if fp8_tile(config) == 32 else 'tiles'} of {fp8_tile(config)}, and "
-            f"{listed(_odd_sizes(config))} are not multiples of {fp8_tile(config)}"
+            f"multiplies in tiles of {fp8_tile(config.precision.fp8_recipe)}, and "
+            f"{listed(_odd_sizes(config))} are not multiples of it"
         ), (_NO_FP8,)),
 )  # fmt: skip
 _TYPES = ("precision.params", "precision.compute", "precision.reduce")
@@ -185,21 +190,25 @@ def check_fp8(resolution: Resolution) -> None:
     if weak and resolution.config.launcher.device == "cuda" and not resolution.remote:
         message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
         resolution.refuse("precision.fp8", message, without)
-    elif resolution.config.precision.fp8_recipe == "mxfp8":
-        _check_mxfp8(resolution, without)
+    elif (
+        is_mxfp8 := resolution.config.precision.fp8_recipe == "mxfp8"
+    ) or resolution.config.model.experts:
+        _check_kernels(resolution, without, 10 if is_mxfp8 else 9)
     resolution.require_for_ranks("precision.fp8", "torchao", without)
 
 
-def _check_mxfp8(resolution: Resolution, without: str) -> None:
+def _check_kernels(resolution: Resolution, without: str, capability: int) -> None:
+    """Check the GPUs and the package of kernels that torchao has for one compute capability."""
     cluster = resolution.config.cluster
     advice = (
         without if resolution.config.model.experts else "precision.fp8_recipe=tensorwise",
         without,
     )
-    weak = sorted({name for name in device_names(resolution) if not _HAS_MXFP8.search(name)})
-    is_described = cluster.device is not None and int(cluster.compute_capability or 0) == 10
+    needs, names = _KERNELS[capability]
+    weak = sorted({name for name in device_names(resolution) if not names.search(name)})
+    is_described = cluster.device is not None and int(cluster.compute_capability or 0) == capability
     if weak and not is_described and resolution.config.launcher.device == "cuda":
-        message = f"{_NEEDS_MXFP8}, not {listed(weak)}"
+        message = f"{needs}, not {listed(weak)}"
         resolution.refuse("precision.fp8_recipe", message, *advice)
     with suppress(PackageNotFoundError):
         installed = version("torchao")

@@ -223,8 +223,7 @@ def _bytes_of(column: Any) -> list[bytes | None]:
             None if cell is None else json.dumps(_unpadded(cell), default=_as_text).encode()
             for cell in cells
         ]
-    values: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
-    return values
+    return column.cast(pa.large_binary()).to_pylist()
 
 
 def _unpadded(value: Any) -> Any:

@@ -125,8 +125,7 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         valid_ids = [int(token) for token in ids if token < self.vocab_size]
-        text: str = self._tokenizer.decode(valid_ids, skip_special_tokens=not keep_special)
-        return text
+        return self._tokenizer.decode(valid_ids, skip_special_tokens=not keep_special)
 
     def encode_documents(self, texts: Sequence[str], framed: bool = False) -> Iterable[np.ndarray]:
         for start in range(0, len(texts), 64):
@@ -145,8 +144,7 @@ class FileTokenizer:
 
     def name_of(self, token: int) -> str:
         """Return the token of an id, as the tokenizer.json has it."""
-        name: str = self._tokenizer.id_to_token(token)
-        return name
+        return self._tokenizer.id_to_token(token)
 
 
 @contextmanager

@@ -39,8 +39,10 @@ class Software:
     that it gathers or reduces, because the sequence is not their first dimension."""
     narrow_gathers: bool = False
     """True if tp gathers the inputs of 8-bit products in 8 bits, with tensor-wise scales."""
-    narrow_weights: bool = False
-    """True if data parallelism gathers weights of products in 8 bits (`config.layout.narrow_weights`)."""
+    torchao: bool = False
+    """True for 8-bit products by torchao (`backends.low_bits`). Data parallelism gathers weights in 8 bits
+    (`config.layout.narrow_weights`). Scales of experts are row-wise in fp8, and the backward pass casts their
+    operands from 16 bits again."""
     cast_bytes: float = 6
     """Bytes moved for each number that is cast to 8 bits: read for the maximum, read again, written row-major
     and column-major. Transformer Engine takes the maximum from earlier steps and fuses half of its casts."""
@@ -59,7 +61,7 @@ class Software:
     unsharded, master weights and moments are sharded."""
 
 
-NANOSCALE = Software("nanoscale", hidden_tp="scatters", copies="rank", narrow_weights=True)
+NANOSCALE = Software("nanoscale", hidden_tp="scatters", copies="rank", torchao=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,18 @@ INDEX = 8
 """Bytes of the number of a row or of an expert."""
 
 
-_BLOCK = 32
-"""The rows of MXFP8 that share a scale in the gradients of weights."""
-
-
 def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of every tensor that autograd saves in the feed-forward of an MoE block."""
-    rows, number = shape.routed * shape.experts_per_token, run.compute
+    pairs, number = shape.routed * shape.experts_per_token, run.compute
     router, model = max(4, number), shape.model
+    rows = _rows(shape, run)
     inner = rows * shape.ffn * number
     sizes = {
         "normed middle": shape.routed * shape.hidden * number,
         "router scores": shape.routed * shape.model.experts * router,
-        "router weights": rows * (router + number) + shape.routed * router,
-        "chosen": INDEX * rows,
-        "order of rows": INDEX * (3 * rows + shape.routed),
+        "router weights": pairs * (router + number) + shape.routed * router,
+        "chosen": INDEX * pairs,
+        "order of rows": INDEX * (2 * rows + pairs + shape.routed),
         "dispatched": rows * shape.hidden * number,
         "up": inner,
         "gate": inner,
@@ -37,14 +34,15 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     if shape.local_experts < shape.model.experts:
         sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.routed)
     sizes["product"] = inner
-    if run.mxfp8:  # torchao saves each product's rows, with up to a block of zeros for each expert
-        zeros = _BLOCK * shape.local_experts
-        sizes["dispatched"] = 2 * (rows + zeros) * shape.hidden * number
-        sizes["product"] += zeros * shape.ffn * number
     if not run.fused:
         sizes["unweighted"] = inner
         sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
     return sizes
+
+
+def _rows(shape: Shape, run: Execution) -> int:
+    """Return the rows of all experts with the zeros that fill tiles of 8-bit products."""
+    return shape.routed * shape.experts_per_token + (run.tile - 1) * shape.local_experts
 
 
 def routing(sizes: Sizes) -> Sizes:
@@ -85,7 +83,7 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
     of a dense block. With separate experts, the weight gradients of all experts are computed and the experts'
     saved tensors are freed before the gradients of each matrix are concatenated.
     """
-    rows, number = shape.routed * shape.experts_per_token, run.compute
+    rows, number = _rows(shape, run), run.compute
     outputs, inner = rows * shape.hidden * number, rows * shape.ffn * number
     matrix = shape.local_experts * shape.hidden * shape.ffn * number
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
@@ -96,8 +94,9 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
         routed = max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner)
     else:
         routed = max(first, 3 * matrix - 4 * inner + max(0, matrix - outputs))
-    if run.mxfp8:  # the padded gradient of the results, twice in 8 bits, and the inputs in 8 bits
-        routed += rows * ((number + 2) * shape.hidden + shape.ffn)
+    if run.fp8:  # copies in 8 bits of results' gradients, twice, of inputs and of a matrix: of down, or of gate
+        gate = 2 * (matrix + outputs - inner) + rows * (2 * shape.ffn + shape.hidden)
+        routed = max(routed + rows * (2 * shape.hidden + shape.ffn), gate) + matrix // number
     if not shape.model.shared_ffn:
         return stream + routed
     # The backward pass of the shared block comes first, and its gradient of the input stays.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nanoscale.config import model_math
-from nanoscale.config.dtypes import DTYPES
+from nanoscale.config.dtypes import DTYPES, fp8_tile
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.memory.activations import shape_of
@@ -71,7 +71,8 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         # One kernel computes all experts in bf16 (`models.moe.run_experts`).
         grouped=gpu and precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0,
         fp8=precision.fp8,
-        mxfp8=precision.fp8 and precision.fp8_recipe == "mxfp8",
+        mxfp8=precision.fp8_recipe == "mxfp8",
+        tile=fp8_tile(precision.fp8_recipe) if precision.fp8 else 1,
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage

@@ -9,7 +9,7 @@ from nanoscale.config.hardware.data_sheets import wide_kind
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.time import collectives, operations
-from nanoscale.plan.time.block import attention_kernel
+from nanoscale.plan.time.block import ROWWISE, attention_kernel
 
 _CALL_STARTS = 3
 """Starts of operations that the host's part of a collective costs: checks, streams and events around it."""
@@ -49,7 +49,8 @@ class PlayedCosts:
         what, name, *numbers = work
         if what == "product":
             kind, *sizes, aligned = numbers
-            return operations.product(self.hardware, self._kind(kind), *sizes, aligned)
+            seconds = operations.product(self.hardware, self._kind(kind), *sizes, aligned)
+            return seconds * (ROWWISE if name == "_scaled_grouped_mm" else 1.0)
         if what == "attention":
             kind, *shape, causal, backward = numbers
             limited = name.startswith(("attention", "_flash_attention"))

@@ -63,12 +63,15 @@ _SUMMING = 0.4
 """The exposed share of reading and writing fp32 gradients, if a matrix product adds its result to them. Such a
 product reaches 0.71 in place of 0.75 of an A100's peak, and 0.455 in place of 0.5 of a B200's peak (SimuMax's
 a100_pcie.json and b200_bf16_ceperm.json)."""
-_ROWWISE = 1.33
+ROWWISE = 1.33
 """The time of an 8-bit product with row-wise scales over the time with tensor-wise scales (torchao's tables for
 Llama-3 8B on 8 H100, docs/source/workflows/training.md)."""
 _ROWWISE_CAST_BYTES = 4
 """Bytes per number that row-wise fp8 scales cost in addition to `Software.cast_bytes`: one further pass,
 because the maxima of rows and of columns are computed separately."""
+_EXPERTS_CAST_BYTES = 5
+"""Bytes per number of experts that torchao 0.18 casts to fp8 along one dimension: its kernels read it for the
+maximum, read it again and write it (`torchao.prototype.moe_training.kernels`)."""
 _MXFP8_CAST_BYTES = 6
 """Bytes per number that is cast to MXFP8 along one dimension. 3 bytes are read and written; fitted to torchao's
 table of Llama-3 8B on 8 B200 (README of `mx_formats`): 0.93 to 0.96 of the speed with tensor-wise scales."""
@@ -108,7 +111,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         windowed=_windowed_share(config),
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
-        narrow_weights=software.narrow_weights and narrow_weights(config) > 0,
+        narrow_weights=software.torchao and narrow_weights(config) > 0,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
         tp_overlap=layout.tp_overlap,
         adapter_rank=config.lora.rank,
@@ -220,11 +223,12 @@ def product(
     if kind not in hardware.peaks:  # a user's own description of a device names few peaks
         kind = shape.dtype
     factor = 1.0
-    if kind == "fp8" and shape.fp8_recipe.startswith("rowwise"):
+    by_torchao = linear.of_experts and shape.software.torchao
+    if kind == "fp8" and shape.fp8_recipe != "mxfp8" and (by_torchao or "row" in shape.fp8_recipe):
         if gradients == "weights" and shape.fp8_recipe == "rowwise_with_gw_hp":
             kind = shape.dtype
         else:
-            factor = _ROWWISE
+            factor = ROWWISE
     if linear.experts == 1 or kind not in ("bf16", "fp8"):
         return factor * linear.experts * operations.product(hardware, kind, m, n, k)
     rate = shape.software.grouped
@@ -485,33 +489,35 @@ def _casts(shape: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float
 
     Forward: all weights, and once each the common input of q, k, v, the input of wo, the common input of gate
     and up, and the input of down. Backward: the gradients of all results. The other operands are saved in 8
-    bits.
+    bits, but not the experts' of torchao.
     """
     if shape.kind != "fp8":
         return 0.0, 0.0
+    experts = [p for p in products if p.of_experts and shape.software.torchao]
+    dense = [p for p in products if not (experts and (p.of_experts or p.router))]
+    reading = [p for i, p in enumerate(dense) if i in (0, 3, 4, len(dense) - 1)]
     if shape.fp8_recipe == "mxfp8":
-        return _casts_to_mxfp8(shape, [p for p in products if not p.router])
-    weights = sum(p.inputs * p.outputs for p in products)
-    inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
-    outputs = sum(p.outputs for p in products)
-    each = shape.software.cast_bytes
-    if shape.fp8_recipe != "tensorwise":
-        each += _ROWWISE_CAST_BYTES
+        return _casts_again(shape, [*dense, *experts], [*reading, *experts], _MXFP8_CAST_BYTES)
+    each = shape.software.cast_bytes + _ROWWISE_CAST_BYTES * (shape.fp8_recipe != "tensorwise")
     of_weights = 2 if shape.narrow_weights else each  # the backward pass reads them column-major
-    forward = of_weights * weights + each * shape.tokens * inputs
-    return forward, each * shape.tokens * float(outputs)
+    forward, backward = _casts_again(shape, experts, experts, _EXPERTS_CAST_BYTES)
+    forward += of_weights * sum(p.inputs * p.outputs for p in dense)
+    forward += each * shape.tokens * sum(p.inputs for p in reading)
+    return forward, backward + each * shape.tokens * sum(p.outputs for p in dense)
 
 
-def _casts_to_mxfp8(shape: MicroBatchShape, products: list[_Linear]) -> tuple[float, float]:
-    """Return the bytes of `_casts` for MXFP8, which casts from 16 bits again in the backward pass.
+def _casts_again(
+    shape: MicroBatchShape, products: list[_Linear], reading: list[_Linear], each: float
+) -> tuple[float, float]:
+    """Return the bytes of `_casts` if the backward pass casts from 16 bits again.
 
-    Experts cast their inputs separately.
+    Args:
+        reading: the products whose inputs are cast. Experts cast the common input of gate and up twice.
+        each: bytes per number that is cast along one dimension.
     """
-    chosen = (0, *range(3, len(products))) if shape.model.experts else (0, 3, 4, -1)
-    reading = [products[i] for i in chosen]
     once = sum(p.parameters for p in products) + sum(p.tokens(shape) * p.inputs for p in reading)
     results = sum(p.tokens(shape) * p.outputs for p in products)
-    return _MXFP8_CAST_BYTES * once, _MXFP8_CAST_BYTES * (once + 2 * results)
+    return each * once, each * (once + 2 * results)
 
 
 def _tp_pair(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:

@@ -132,7 +132,7 @@ def plan(
     if config.backend.name == "deepspeed":
         return _deepspeed(config, hardware, micro_batches, size)
     experts = expert_parameters(config.model, layout.expert_tp, layout.ep)
-    saved = (weight_bytes - 1) * narrow_weights(config) * software.narrow_weights
+    saved = (weight_bytes - 1) * narrow_weights(config) * software.torchao
     costs = _seconds(config, hardware, 1, size - experts, saved)
     if experts:
         of_experts = _seconds(config, hardware, layout.data_ep, experts)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from nanoscale.models import moe
+from nanoscale.models import moe, narrow_experts
 from nanoscale.parallel import expert, ring
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -30,6 +30,8 @@ OPENED: dict[Any, Any] = {
         moe.sort_choices,
         moe.multiply_by_expert,
         moe.gradient_by_expert,
+        narrow_experts.multiply_narrow,
+        narrow_experts.narrow_gradients,
     )
 }
 """The Python code of nanoscale's own operations, by operation.

@@ -75,7 +75,7 @@ def _product(name: str, tensors: Sequence[Tensor]) -> Work:
     groups = left.shape[0] if left.dim() == 3 else right.shape[0] if right.dim() == 3 else 1
     (m, k), n = left.shape[-2:], right.shape[-1]
     if "grouped" in name and left.dim() == right.dim() == 2:  # the gradients of weights
-        groups = tensors[2].shape[0]
+        groups = tensors[-1].shape[0]
         k = k // groups
     elif "grouped" in name and left.dim() == 2:
         m = m // groups

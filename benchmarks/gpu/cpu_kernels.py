@@ -1,0 +1,115 @@
+"""CPU kernels for products of experts in fp8, which torchao and PyTorch have for GPUs alone.
+
+Casts have the scales of torchao's own functions. Products are computed in fp32 from the rounded numbers.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef, Library, custom_op
+
+E4M3 = torch.float8_e4m3fn
+_LIBRARY = Library("aten", "IMPL")  # its kernels live as long as it does
+
+
+@cache
+def register() -> None:
+    """Let `narrow_experts` multiply in fp8 on the CPU in this process."""
+    from torchao.prototype.moe_training import fp8_grouped_mm
+
+    for name, kernel in _CASTS.items():
+        cast = getattr(fp8_grouped_mm, name)
+        if isinstance(cast, CustomOpDef):  # there is a GPU
+            cast.register_kernel("cpu")(kernel)
+            continue
+        cast = custom_op(f"torchao::{name}", kernel, mutates_args=())
+        cast.register_fake(kernel)
+        setattr(fp8_grouped_mm, name, cast)
+    _LIBRARY.impl("_scaled_grouped_mm", _scaled_grouped_mm, "CPU")
+
+
+def _rows_2d(
+    hp_tensor: Tensor, output_dtype: torch.dtype = E4M3, round_scales_to_power_of_2: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _scaled(hp_tensor, hp_tensor.abs().amax(1, keepdim=True), round_scales_to_power_of_2)
+
+
+def _columns_3d(
+    hp_tensor: Tensor, output_dtype: torch.dtype = E4M3, round_scales_to_power_of_2: bool = False
+) -> tuple[Tensor, Tensor]:
+    matrix = hp_tensor.mT.contiguous()
+    data, scales = _scaled(matrix, matrix.abs().amax(2, keepdim=True), round_scales_to_power_of_2)
+    return data.mT, scales.mT.contiguous()
+
+
+def _rows_3d_transposed(
+    hp_tensor: Tensor, output_dtype: torch.dtype = E4M3, round_scales_to_power_of_2: bool = False
+) -> tuple[Tensor, Tensor]:
+    matrix = hp_tensor.contiguous()
+    data, scales = _scaled(matrix, matrix.abs().amax(2, keepdim=True), round_scales_to_power_of_2)
+    return data.mT, scales.squeeze(2)
+
+
+def _columns_of_groups(
+    hp_tensor_1: Tensor,
+    hp_tensor_2: Tensor,
+    offsets: Tensor,
+    output_dtype: torch.dtype = E4M3,
+    round_scales_to_power_of_2: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = torch.arange(len(hp_tensor_1), device=offsets.device)
+    starts = torch.cat((offsets.new_zeros(1), offsets[:-1]))
+    of_group = (rows >= starts.unsqueeze(1)) & (rows < offsets.unsqueeze(1))
+    results: list[Tensor] = []
+    for x in (hp_tensor_1, hp_tensor_2):
+        largest = torch.where(of_group.unsqueeze(2), x.abs(), 0).amax(1)
+        of_rows = (of_group.unsqueeze(2) * largest.unsqueeze(1)).sum(0)
+        data, _ = _scaled(x, of_rows, round_scales_to_power_of_2)
+        _, scales = _scaled(largest, largest, round_scales_to_power_of_2)
+        results += [data.T.contiguous().T, scales.flatten()]
+    first, of_first, second, of_second = results
+    return first, of_first, second, of_second
+
+
+def _scaled(x: Tensor, largest: Tensor, to_power_of_2: bool) -> tuple[Tensor, Tensor]:
+    from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+
+    scales = amax_to_scale(largest, E4M3, to_power_of_2)
+    return to_fp8_saturated(x.float() * scales, E4M3), scales
+
+
+def _scaled_grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    left_scales: Tensor,
+    right_scales: Tensor,
+    offs: Tensor,
+    *others: Any,
+) -> Tensor:
+    """Multiply for each of the groups that end at `offs`. The third of the others is the result's dtype."""
+    bounds = [0, *offs.tolist()]
+    groups = [slice(*pair) for pair in pairwise(bounds)]
+    if right.dim() == 3:
+        a, b = left.float() * left_scales.unsqueeze(1), right.float() * right_scales.unsqueeze(1)
+        out = torch.cat([a[rows] @ matrix for rows, matrix in zip(groups, b, strict=True)])
+    else:  # the gradients of weights
+        scales = zip(left_scales.chunk(len(groups)), right_scales.chunk(len(groups)), strict=True)
+        out = torch.stack(
+            [
+                (left[:, rows].float() * a.unsqueeze(1)) @ (right[rows].float() * b)
+                for rows, (a, b) in zip(groups, scales, strict=True)
+            ]
+        )
+    return out.to(others[2])
+
+
+_CASTS: dict[str, Callable[..., Any]] = {
+    "triton_fp8_rowwise_2d_scale_and_cast": _rows_2d,
+    "triton_fp8_colwise_3d_scale_and_cast": _columns_3d,
+    "triton_fp8_rowwise_3d_transpose_rhs": _rows_3d_transposed,
+    "triton_fp8_per_group_colwise_scales_dual": _columns_of_groups,
+}
