@@ -121,7 +121,8 @@ def test_the_plan_is_near_the_rehearsal(config: ResolvedConfig) -> None:
 @pytest.mark.slow
 def test_a_compiled_job_is_rehearsed_as_one_that_is_not() -> None:
     """The loss of compiled jobs, played as single operations, held twice as much."""
-    usual = on_gpus(Row("", recomputed("full"), precision="bf16", shape=vocabulary(16 * 2**10)))
+    degrees = {"dp": 2} | recomputed("full")
+    usual = on_gpus(Row("", degrees, 3, precision="bf16", shape=vocabulary(16 * 2**10)))
     compiled = replace(usual, backend=replace(usual.backend, compile="on"))
     eager, fused = (run_ranks(_peak_of_steps, 1, config)[0] for config in (usual, compiled))
     assert 0.8 * eager < fused <= eager  # what its blocks fuse takes no memory
