@@ -22,6 +22,7 @@ from nanoscale.rehearse import life
 from nanoscale.rehearse.document import _streams
 from nanoscale.rehearse.played import compiled as compiler
 from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.device_memory import TensorKind
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.played.work import _product
 from nanoscale.rehearse.rehearsed_job import shortened, training_of
@@ -257,6 +258,8 @@ def test_gradients_of_weights_are_computed_while_gradients_of_inputs_are_scatter
     assert after.count("product") == 3 * 2 * SMALL.layers, after  # of three micro batches
     # Forward, again, and backward: the compiler wraps what it repeats and what might draw numbers.
     assert order.count("attention") == 3 * 3 * SMALL.layers
+    # Nothing but the tokens is left of a step: the wrapped operations kept a block's memory once.
+    assert record.phases["between steps"].kinds[TensorKind.ACTIVATIONS] < 10_000
 
 
 def updated(_rank: int) -> tuple[RankRecord, int]:
