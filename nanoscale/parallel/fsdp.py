@@ -77,13 +77,19 @@ def shard(
     if config.precision.reduce in ("bf16", "fp16"):
         _add_in_fp32(model, TORCH_DTYPES[config.precision.reduce])
     if narrow_weights(config):
-        parameters = [parameter for group in _groups(model) for parameter in group.fsdp_params]
-        narrow_gathers.apply(model, parameters, TORCH_DTYPES[config.precision.compute])
+        # Runs before FSDP2's own hook, which begins to gather. A hook that had the parameters would keep them.
+        compute = TORCH_DTYPES[config.precision.compute]
+        model.register_forward_pre_hook(partial(_cast_gathers, compute), prepend=True)
     # FSDP2 gathers one block ahead if the host is ahead; with ep the host waits in every block.
     if config.zero.prefetch > 1 or experts is not None:
         _prefetch(list(model.layers.values()), config.zero.prefetch)
     if config.parallel.pp == 1 and config.model.source == "own":
         _free_buffers_before_loss(model)
+
+
+def _cast_gathers(compute: torch.dtype, model: nn.Module, _inputs: object) -> None:
+    parameters = (parameter for group in _groups(model) for parameter in group.fsdp_params)
+    narrow_gathers.prepare(parameters, compute)
 
 
 def _add_in_fp32(model: nn.Module, reduce_dtype: torch.dtype) -> None:

@@ -6,49 +6,44 @@ The gathers move half of the bytes, and no rank casts a whole matrix.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-
-def apply(model: nn.Module, parameters: Sequence[Any], compute: torch.dtype) -> None:
-    """Gather the weights of 8-bit products, whose scales are tensor-wise, in 8 bits in every later pass.
-
-    Args:
-        parameters: all of the model's in FSDP2 (`FSDPParam`).
-        compute: the dtype in which other parameters are gathered.
-    """
-    from torchao.float8.float8_linear import Float8Linear
-
-    cast = [it for it in parameters if isinstance(it._module_info.module, Float8Linear)]
-    if chosen := [it for it in cast if it._module_info.param_name == "weight"]:
-        # Runs before FSDP2's own hook, which begins to gather.
-        model.register_forward_pre_hook(lambda *_: _prepare(chosen, compute), prepend=True)
+from torch import Tensor
 
 
 @torch.no_grad()
-def _prepare(parameters: Sequence[Any], compute: torch.dtype) -> None:
-    """Find the scales of matrices that are not gathered, and let FSDP2 cast their shards."""
+def prepare(parameters: Iterable[Any], compute: torch.dtype) -> None:
+    """Find the scales of 8-bit products' matrices, unless they are gathered, and let FSDP2 cast their shards.
+
+    Args:
+        parameters: those of a model in FSDP2 (`FSDPParam`).
+        compute: the dtype in which other parameters are gathered.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_utils import amax_to_scale
 
-    if all(it.sharded_state is not ShardedState.SHARDED for it in parameters):
+    cast = (it for it in parameters if isinstance(it._module_info.module, Float8Linear))
+    chosen = [it for it in cast if it._module_info.param_name == "weight"]
+    if all(it.sharded_state is not ShardedState.SHARDED for it in chosen):
         return
-    shards = [it._sharded_param_data for it in parameters]
+    shards = [it._sharded_param_data for it in chosen]
     largest = torch.stack(torch._foreach_norm(shards, math.inf)).to(compute).float()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, parameters[0].mesh_info.shard_process_group)
-    for parameter, shard, each in zip(parameters, shards, largest.unbind(), strict=True):
+    dist.all_reduce(largest, dist.ReduceOp.MAX, chosen[0].mesh_info.shard_process_group)
+    for parameter, shard, each in zip(chosen, shards, largest.unbind(), strict=True):
         layer: Any = parameter._module_info.module
         dtype = layer.config.cast_config_weight.target_dtype
-        whole = shard.view(parameter.padded_sharded_param_size)
-        _extend(
-            parameter, layer.linear_mm_config, whole, amax_to_scale(each, dtype), compute, dtype
+        # A view of it would hold its base, which holds the functions that hold the view, for ever.
+        whole, scale = (
+            shard.data.view(parameter.padded_sharded_param_size),
+            amax_to_scale(each, dtype),
         )
+        _extend(parameter, layer.linear_mm_config, whole, scale, compute, dtype)
 
 
 def _extend(
