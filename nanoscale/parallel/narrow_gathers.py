@@ -21,7 +21,7 @@ def prepare(parameters: Iterable[Any], compute: torch.dtype) -> None:
     """Find the scales of 8-bit products' matrices, unless they are gathered, and let FSDP2 cast their shards.
 
     Args:
-        parameters: those of a model in FSDP2 (`FSDPParam`).
+        parameters: the parameters of a model in FSDP2 (`FSDPParam`).
         compute: the dtype in which other parameters are gathered.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -38,7 +38,7 @@ def prepare(parameters: Iterable[Any], compute: torch.dtype) -> None:
     for parameter, shard, each in zip(chosen, shards, largest.unbind(), strict=True):
         layer: Any = parameter._module_info.module
         dtype = layer.config.cast_config_weight.target_dtype
-        # A view of it would hold its base, which holds the functions that hold the view, for ever.
+        # A view of it would hold its base, which holds the functions that hold the view.
         whole, scale = (
             shard.data.view(parameter.padded_sharded_param_size),
             amax_to_scale(each, dtype),
