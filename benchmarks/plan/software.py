@@ -115,6 +115,7 @@ def software_setting(
     vocabulary (torch.distributed.tensor.parallel.loss).
     """
     setting = setting_of(config)
+    setting = replace(setting, narrow_weights=software.torchao * setting.narrow_weights)
     recipe = recipe or Recipe()
     if software.distributed_optimizer:
         return _megatron_setting(setting, recipe)
@@ -137,7 +138,7 @@ def _megatron_setting(setting: MemorySetting, recipe: Recipe) -> MemorySetting:
     compute = setting.compute
     return replace(
         setting,
-        run=replace(setting.run, gathered=False, fused=False, fused_activation=True),
+        run=replace(setting.run, gathered=False, fused=False, fused_activation=True, tile=1),
         flat=True,
         single=False,
         states=BytesPerParameter(

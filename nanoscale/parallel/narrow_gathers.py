@@ -58,14 +58,16 @@ def _extend(
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
     def cast(_mesh: object) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        role = GemmInputRole.WEIGHT
-        it = hp_tensor_and_scale_to_float8(shard.to(compute), scale, dtype, config, role)
+        it = hp_tensor_and_scale_to_float8(
+            shard.to(compute), scale, dtype, config, GemmInputRole.WEIGHT
+        )
         return (it._data,), (scale,)
 
     local = parameter._sharded_local_tensor
     # FSDP2 asks the shard itself for both functions.
     local.fsdp_pre_all_gather = cast
-    settings = SimpleNamespace(_linear_mm_config=config)
-    local.fsdp_post_all_gather = partial(Weight.fsdp_post_all_gather, settings)
+    local.fsdp_post_all_gather = partial(
+        Weight.fsdp_post_all_gather, SimpleNamespace(_linear_mm_config=config)
+    )
     if not hasattr(parameter, "_extensions_data"):
         parameter._init_extensions()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from nanoscale.common.units import byte_size, counted
 from nanoscale.config import parameters
-from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole, narrow_weights
+from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole
 from nanoscale.config.optimizers import MUON_AT_ONCE, ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.block_shape import Sizes
@@ -56,7 +56,7 @@ def native_phases(
     if not setting.single and keeps_frozen_whole(setting.config):
         gathered = params.trained
         whole = setting.compute * (params.numel - gathered.numel)
-    if narrow := narrow_weights(setting.config):  # they count as fewer weights in the compute dtype
+    if narrow := setting.narrow_weights:  # they count as fewer weights in the compute dtype
         saved = narrow - narrow // setting.compute
         numel, block = params.numel - params.blocks * saved, params.block - saved
         gathered = replace(params, numel=numel, block=block, adapters=params.trained)

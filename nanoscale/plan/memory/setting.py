@@ -5,7 +5,7 @@ from typing import Literal
 
 from nanoscale.config import model_math
 from nanoscale.config.dtypes import DTYPES, fp8_tile
-from nanoscale.config.layout import is_replicated
+from nanoscale.config.layout import is_replicated, narrow_weights
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.memory.activations import shape_of
 from nanoscale.plan.memory.block_shape import Execution, Shape
@@ -43,6 +43,8 @@ class MemorySetting:
     vocabulary_parallel: bool
     loss: int
     """Bytes of a number in the loss."""
+    narrow_weights: int
+    """Weights of a block that are gathered in 8 bits."""
     whole_logits: tuple[int, int] | None = None
     """Other software: bytes of a logit from the forward pass on, and bytes that the loss's backward pass adds;
     None: logits are computed in chunks."""
@@ -100,6 +102,7 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         vocabulary=config.model.vocab // (layout.tp if divided else 1),
         vocabulary_parallel=divided,
         loss=max(4, compute),
+        narrow_weights=narrow_weights(config),
     )
 
 
