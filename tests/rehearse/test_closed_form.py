@@ -40,6 +40,10 @@ def on_gpus(row: Row) -> ResolvedConfig:
     return replace(config, launcher=replace(config.launcher, device="cuda"))
 
 
+def in_fp8(config: ResolvedConfig) -> ResolvedConfig:
+    return replace(config, precision=replace(config.precision, fp8=True))
+
+
 ROWS = {
     "GPT-2, fp32": on_gpus(Row("", shape=GPT2)),
     "dp 2, stage 3, full": on_gpus(Row("", {"dp": 2} | recomputed("full"), 3)),
@@ -70,6 +74,9 @@ ROWS = {
         )
         for keep in ("matmuls", "attention", "core-attention")
     },
+    "experts in fp8, dp 2, stage 3": in_fp8(
+        on_gpus(Row("", {"dp": 2}, 3, precision="bf16", shape=MIXTURE))
+    ),
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(

@@ -33,6 +33,7 @@ ROWS = {
     "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
     "statistics": (Row("", DEGREES, 2, shape=DENSE), {"item": 1, "tolist": 1}),
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
+    "experts in fp8": (Row("", DEGREES, 3, precision="bf16", shape=EXPERTS), {}),
     "experts, ep 2, recomputed": (
         Row("", DEGREES | {"ep": 2} | recomputed("full"), 2, precision="bf16", shape=EXPERTS),
         {"copy to the host": LAYERS * MICRO_BATCHES},
@@ -44,7 +45,7 @@ USUAL = (
     "Muon",
     "fp16",
     "statistics",
-    "experts",
+    "experts in fp8",
     "experts, ep 2, recomputed",
 )
 
