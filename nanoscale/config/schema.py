@@ -484,7 +484,7 @@ class Parallel:
     )
     selective_keep: Literal["core-attention", "attention", "matmuls", "every-2nd-matmul"] = key(
         "matmuls",
-        "activation_checkpointing=selective: stored results: attention · and sums over tp · and products",
+        "activation_checkpointing=selective: store results of attention · and sums over tp · and products",
         planned=True,
     )
     offload_activations: bool = key(

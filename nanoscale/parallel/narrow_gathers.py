@@ -35,36 +35,28 @@ def prepare(parameters: Iterable[Any], compute: torch.dtype) -> None:
     shards = [it._sharded_param_data for it in chosen]
     largest = torch.stack(torch._foreach_norm(shards, math.inf)).to(compute).float()
     dist.all_reduce(largest, dist.ReduceOp.MAX, chosen[0].mesh_info.shard_process_group)
-    for parameter, shard, each in zip(chosen, shards, largest.unbind(), strict=True):
-        layer: Any = parameter._module_info.module
-        dtype = layer.config.cast_config_weight.target_dtype
+    dtype = chosen[0]._module_info.module.config.cast_config_weight.target_dtype
+    scales = amax_to_scale(largest, dtype).unbind()
+    for parameter, shard, scale in zip(chosen, shards, scales, strict=True):
         # A view of it would hold its base, which holds the functions that hold the view.
-        whole, scale = (
-            shard.data.view(parameter.padded_sharded_param_size),
-            amax_to_scale(each, dtype),
-        )
-        _extend(parameter, layer.linear_mm_config, whole, scale, compute, dtype)
+        whole = shard.data.view(parameter.padded_sharded_param_size)
+        _extend(parameter, whole, scale, compute, dtype)
 
 
 def _extend(
-    parameter: Any,
-    config: Any,
-    shard: Tensor,
-    scale: Tensor,
-    compute: torch.dtype,
-    dtype: torch.dtype,
+    parameter: Any, shard: Tensor, scale: Tensor, compute: torch.dtype, dtype: torch.dtype
 ) -> None:
+    """Let FSDP2 gather the cast shard. It asks the shard itself for functions."""
     from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
-    def cast(_mesh: object) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        it = hp_tensor_and_scale_to_float8(
-            shard.to(compute), scale, dtype, config, GemmInputRole.WEIGHT
-        )
-        return (it._data,), (scale,)
+    local, config = parameter._sharded_local_tensor, parameter._module_info.module.linear_mm_config
+    role = GemmInputRole.WEIGHT
 
-    local = parameter._sharded_local_tensor
-    # FSDP2 asks the shard itself for both functions.
+    def cast(_mesh: object) -> Any:
+        narrow = hp_tensor_and_scale_to_float8(shard.to(compute), scale, dtype, config, role)
+        return (narrow._data,), (scale,)
+
     local.fsdp_pre_all_gather = cast
     local.fsdp_post_all_gather = partial(
         Weight.fsdp_post_all_gather, SimpleNamespace(_linear_mm_config=config)
