@@ -14,7 +14,7 @@ rows have finer scales. Sums over ranks are in the compute dtype. Experts (`mode
 row-wise scales with tensorwise, too, and do not support rowwise_with_gw_hp.
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
-first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8. Weights, optimizer and communication keep their
+first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8. Weights, optimizer and gradients keep their
 dtypes. GPUs need compute capability 8.9 and every size of a product a multiple of 16; mxfp8 needs 10 and 32.
 
 Weights in 4 bits are torchao's NF4Tensor (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3). A product
