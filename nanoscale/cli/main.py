@@ -178,26 +178,26 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     """Return a mistake in options or commands, in the form of all other mistakes."""
     message = _EXCESS.sub("", error.format_message()).replace("Input should be", "must be")
     option, advice, wrong = getattr(error, "option_name", None), tuple[str, ...](), None
-    what = ""
+    context, what = getattr(error, "ctx", None), ""
+    help_text = f"{context.command_path if context else 'nanoscale'} --help"
     if choice := _NOT_A_CHOICE.fullmatch(message):
         option, wrong, choices = choice[1], choice[2], re.findall(r"'([^']+)'", choice[3])
         what = f"is not one of {', '.join(choices)}"
         advice = tuple(f"{option} {it}" for it in nearest(wrong, choices) or choices)
     elif isinstance(option, str) and hasattr(error, "possibilities"):  # else it lacks its value
-        context = getattr(error, "ctx", None)
         names = _unknown_options(option, arguments, context)
-        first, *others = unknown = [_unknown_option(name, arguments, context) for name in names]
-        if others:
+        first, *_ = unknown = [_unknown_option(name, arguments, context) for name in names]
+        if len(unknown) > 1:
             return UserError("usage", f"{len(unknown)} things are wrong", unknown)
         if first.suggestions or first.message != _UNKNOWN:
             return UserError("usage", f"{first.key}: {first.message}", unknown)
-        what, advice = (
-            first.message,
-            (f"{context.command_path if context else 'nanoscale'} --help",),
-        )
+        what, advice = _UNKNOWN, (help_text,)
     if command := re.match(r"No such command '(.*?)'", message):
         option, what = command[1], "unknown command"
-        advice = _commands_like(option, vars(error)["ctx"])
+        advice = _commands_like(option, context)
+    elif excess := re.match(r"Got unexpected extra \S+ \((.*)\)", message):
+        option, what = excess[1], "unexpected argument of this command"
+        advice = (f"--prompt {shlex.quote(option)}" if arguments[0] == "generate" else help_text,)
     if not advice:
         return UserError("usage", message)
     shown = f"{option} {wrong}" if choice else option
@@ -211,9 +211,9 @@ _MOVED = {
 }
 
 
-def _commands_like(word: str, context: typer.Context) -> tuple[str, ...]:
+def _commands_like(word: str, context: Any) -> tuple[str, ...]:
     """Return commands that an unknown one may have meant; an override or the name of a recipe is trained."""
-    path, names = context.command_path, list(vars(context.command)["commands"])
+    path, names = context.command_path, list(context.command.commands)
     near = [f"{path} {name}" for name in nearest(word, names)]
     if path == "nanoscale":
         recipes = nearest(word, Library().options("recipe"), 1)

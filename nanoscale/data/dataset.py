@@ -21,6 +21,7 @@ from nanoscale.config.token_files import (
 )
 from nanoscale.config.token_formats import is_parts
 from nanoscale.config.training_phases import phases_of
+from nanoscale.config.violations import refuse
 from nanoscale.data import corpus
 from nanoscale.data import samples as token_samples
 from nanoscale.data.loader import (
@@ -142,11 +143,9 @@ class _Opener:
         prepared = corpus.prepare(self.data)
         tokenizer, vocab = prepared.tokenizer(), self.vocab
         if tokenizer.vocab_size > vocab:
-            what = f"data.tokenizer={self.data.tokenizer} has {tokenizer.vocab_size} tokens"
+            what = f"is less than the {tokenizer.vocab_size} tokens of data.tokenizer={self.data.tokenizer}"
             suggestions = (f"model.vocab={-(-tokenizer.vocab_size // 64) * 64}",)
-            message = f"{what}, more than the model's"
-            violation = Violation("model.vocab", vocab, "", message, suggestions)
-            raise UserError("data", f"model.vocab={vocab}: {what}", [violation])
+            refuse([Violation("model.vocab", vocab, "", what, suggestions)], "data")
         name = f"Python {prepared.manifest['request']['python'].split()[0]}'s standard library"
         source = self._open_source(
             MixtureSource(None), open_tokens("megatron", prepared.prefix), None, name
@@ -180,8 +179,7 @@ class _Opener:
         if len(splits) < 2 and train.eval_every:
             message = 'has nothing to evaluate: data(config, "valid") of hooks.path returned None'
             advice = ("train.eval_every=0",)
-            violation = Violation("train.eval_every", train.eval_every, "", message, advice)
-            raise UserError("data", f"train.eval_every {message}", [violation])
+            refuse([Violation("train.eval_every", train.eval_every, "", message, advice)], "data")
         loaders = [Loader(samples, train.seed) for samples in splits]
         valid = tuple(Validation("", 1.0, loader) for loader in loaders[1:])
         description = f"data() of hooks.path: {len(loaders[0]):,} training samples"
@@ -243,12 +241,9 @@ class _Opener:
         if data.tokenizer == "byte" and largest < ByteTokenizer.vocab_size <= self.vocab:
             return ByteTokenizer()
         if data.tokenizer == "bpe" or (data.tokenizer == "byte" and self.train.sample_tokens > 0):
-            what = (
-                f"{data.tokenizer} is not the tokenizer of {data.path}, which holds token {largest}"
-            )
+            what = f"is not the tokenizer of {data.path}, which holds token {largest}"
             suggestions = ("data.tokenizer=PATH/tokenizer.json", "train.sample_tokens=0")
-            violation = Violation("data.tokenizer", data.tokenizer, "", what, suggestions)
-            raise UserError("data", f"data.tokenizer: {what}", [violation])
+            refuse([Violation("data.tokenizer", data.tokenizer, "", what, suggestions)], "data")
         return None if data.tokenizer == "byte" else load(data.tokenizer)
 
     def _open_source(
@@ -260,8 +255,7 @@ class _Opener:
         form = self._form(source.path, tokens)
         if self.train.is_paired and len(tokens) % 2:
             message = f"holds {len(tokens)} documents, which are not pairs of a chosen and a rejected answer"
-            violation = Violation(f"{source.key}.path", source.path, "", message)
-            raise UserError("data", f"{tokens.path} {message}", [violation])
+            refuse([Violation(f"{source.key}.path", source.path, "", message)], "data")
         loader = self._loader(tokens, training, form)
         if valid_tokens is None:
             valid = self._valid_loader(source, tokens, held_out, form)
@@ -317,18 +311,15 @@ class _Opener:
                 return self._loader(tokens, split, form)
             except UserError as nothing:  # half of a pair, for example
                 error = nothing
-        if self.train.eval_every == 0:
-            return None
-        what = f"the validation split is too small: {error.violations[0].message}"
-        value: str | float
-        if source.valid_path is not None:
-            key, value = f"{source.key}.valid_path", source.valid_path
-            suggestions = error.violations[0].suggestions
-        else:
-            key, value = "data.valid_fraction", self.data.valid_fraction
-            suggestions = self._enough_fraction(tokens)
-        violation = Violation(key, value, "", what, (*suggestions, "train.eval_every=0"))
-        raise UserError("data", f"{key}={value}: {what}", [violation])
+        if self.train.eval_every:
+            what = f"the validation split is too small: {error.violations[0].message}"
+            if source.valid_path is None:
+                key, advice = "data.valid_fraction", self._enough_fraction(tokens)
+            else:
+                key, advice = f"{source.key}.valid_path", error.violations[0].suggestions
+            value = source.valid_path or self.data.valid_fraction
+            refuse([Violation(key, value, "", what, (*advice, "train.eval_every=0"))], "data")
+        return None
 
     def _enough_fraction(self, tokens: TokenFile) -> tuple[str, ...]:
         """Return a share that leaves a sample to train on and one to validate on, if there is one."""

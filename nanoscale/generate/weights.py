@@ -20,7 +20,7 @@ from nanoscale.checkpoint.hf import load_any_model
 from nanoscale.checkpoint.hf.adapters import require_base_of, with_adapter
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, refuse_option
 from nanoscale.common.json_text import parse
 from nanoscale.common.versions import missing
 from nanoscale.config.composing.frozen import load as load_config
@@ -229,8 +229,7 @@ def find_devices(
         return (gpus if several else gpus[:1]) or ["cpu"]
     if gpus and count > len(gpus):
         what = f"this machine has {len(gpus)}"
-        cause = Violation("--num-gpus", count, "command line", what, (f"--num-gpus {len(gpus)}",))
-        raise UserError("usage", f"--num-gpus {count}: {what}", [cause])
+        refuse_option("--num-gpus", count, what, f"--num-gpus {len(gpus)}")
     return gpus[:count] or ["cpu"] * count
 
 
@@ -240,11 +239,10 @@ def _one_device(named: str, gpus: Sequence[str]) -> str:
     except RuntimeError:
         device = torch.device("meta")
     count = len(gpus) if device.type == "cuda" else int(device.type == "cpu")
-    if (device.index or 0) < count:
-        return named
-    ways = tuple(f"--device {name}" for name in ("cpu", *gpus))
-    cause = Violation("--device", named, "command line", "is not a device of this machine", ways)
-    raise UserError("usage", f"--device {named}: is not a device of this machine", [cause])
+    if (device.index or 0) >= count:
+        ways = (f"--device {name}" for name in ("cpu", *gpus))
+        refuse_option("--device", named, "is not a device of this machine", *ways)
+    return named
 
 
 def _empty(shape: Model, devices: list[torch.device], dtype: torch.dtype) -> Transformer:

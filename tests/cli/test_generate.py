@@ -97,16 +97,17 @@ def test_what_is_wrong_is_one_error(folder: Path, capsys: Capsys) -> None:
     Path("there").touch()
     prompt, many = ["--prompt", "x"], ["--prompts", "bad.jsonl"]
     for words, text in (
-        ([*prompt, "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        ([*prompt, "--temperature", "-1"], "--temperature=-1.0: must be 0 or more"),
         ([*prompt, "--temperature", "nan"], "must be 0 or more"),
         ([*prompt, "--beams", "2", "--top-k", "5"], "--top-k draws a text, and --beams"),
-        ([*prompt, "--top-k", "0"], "--top-k 0: must be at least 1"),
-        ([*prompt, "--top-p", "1.5"], "--top-p 1.5: must be above 0 and at most 1"),
-        ([*prompt, "--max-tokens", "0"], "--max-tokens 0"),
+        ([*prompt, "--top-k", "0"], "--top-k=0: must be at least 1"),
+        ([*prompt, "--top-p", "1.5"], "--top-p=1.5: must be above 0 and at most 1"),
+        ([*prompt, "--max-tokens", "0"], "--max-tokens=0"),
         ([*prompt, "--stop", ""], "must be a text"),
         ([*prompt, "--prompts", "p.txt"], "remove one of them"),
         ([*prompt, "--out", "o"], "--out is for the JSON lines"),
         ([*prompt, "--step", "3"], "--step 7"),
+        (["a b"], "type instead: --prompt 'a b'\n"),
         ([*prompt, "--device", "cuda:77"], "not a device of this machine"),
         ([*prompt, "--num-gpus", "2"], "--num-gpus is for --prompts"),
         ([*many, "--num-gpus", "2", "--device", "cpu"], "remove one of them"),

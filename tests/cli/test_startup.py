@@ -85,3 +85,19 @@ def test_the_module_is_a_program(tmp_path, words):
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
+    program = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "nanoscale.config.schema":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["train", "recipe=debug"]
+import runpy
+runpy.run_module("nanoscale", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

@@ -153,7 +153,8 @@ def test_a_path_that_names_no_texts_is_answered_as_prepare_answers_it(line, caps
     Path("code.py").write_text("print(1)")
     for path, what in (("nope.jsonl", "no such file"), ("code.py", ".tar (all also .gz and .zst)")):
         (wrong,) = errors(line, capsys, f"data.path={path}")
-        assert wrong["key"] == path and what in wrong["message"]
+        assert (wrong["key"], wrong["value"]) == ("data.path", path) and what in wrong["message"]
+        assert wrong["source"] == "command line"
     inspect = ["data", "inspect", "--json"]
     (wrong,) = errors(inspect, capsys, "a.jsonl")
     (command,) = wrong["suggestions"]

@@ -808,3 +808,21 @@ def test_a_key_whose_partner_is_off_is_to_be_left_out(off: str, idle: str) -> No
         checked(off, *shlex.split(advice))
     for advice in violation.suggestions:
         checked(off, idle, *shlex.split(advice))
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind"), [("selective_keep=attention", "selective"), ("checkpoint_every=2", "full")]
+)
+def test_a_key_of_recomputation_advises_a_kind_that_reads_it(typed: str, kind: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(f"parallel.{typed}")
+    (wrong,) = caught.value.violations
+    assert wrong.suggestions[0] == f"parallel.activation_checkpointing={kind}"
+    assert checked(f"parallel.{typed}", wrong.suggestions[0])
+
+
+def test_on_a_cpu_each_recipe_of_8_bits_names_the_gpus_that_it_needs() -> None:
+    for precision, gpu in (("fp8", "H100"), ("mxfp8", "B200")):
+        with pytest.raises(UserError, match=gpu) as caught:
+            checked(f"precision={precision}", "launcher.device=cpu")
+        assert ("H100" in str(caught.value)) == (gpu == "H100")

@@ -158,7 +158,11 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     from nanoscale.data.prepare.records import LABEL
     from nanoscale.data.prepare.sources import CHATS, find_sources
 
-    sources = find_sources([file])
+    try:
+        sources = find_sources([file])
+    except UserError as error:
+        first = next(iter(error.violations), error)
+        composed.refuse(f"data.{key}", first.message, kind="data")
     source, size = sources[0], sum(source.bytes for source in sources)
     data, model, train = composed.config.data, composed.config.model, composed.config.train
     by_hand = composed.by_hand("data.tokenizer")
@@ -170,15 +174,14 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     if kind != needed:
         samples = "pairs" if needed == "pairs" else "good and bad answers"
         what = f"needs {samples}, and {file} has none: {FORMS[needed]}"
-        refuse([Violation("train.objective", train.objective, "", what)], kind="data")
+        composed.refuse("train.objective", what, kind="data")
     if names and LABEL in names and kind not in ("labels", "rated"):
         display.note(
             f"{file}: its field `label` is not used: train.objective=classify and kto learn it"
         )
     if chat and named == "bpe":
         what = "chats need the tokenizer of the model that is trained on them, not a new one"
-        wrong = Violation("data.tokenizer", named, "", what, ("data.tokenizer=byte",))
-        raise UserError("data", f"data.tokenizer={named}: {what}", [wrong])
+        composed.refuse("data.tokenizer", what, "data.tokenizer=byte", kind="data")
     request = PreparationRequest(
         sources=(source.name if len(sources) == 1 else file,),
         out=cache_folder(data) / "texts",
@@ -191,13 +194,12 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     )
     if size <= _MOST:
         return request, False
-    if key == "path" and train.objective not in (*ANSWERS, "distill", "classify"):
-        held_out = 0.0 if data.valid_path else data.valid_fraction
-        return replace(request, validation=held_out), True
-    what = f"has {byte_size(size)}, and texts of more than {byte_size(_MOST)} are "
-    what += "prepared before the launch, once"
-    wrong = Violation(f"data.{key}", file, "", what, (_command(request),))
-    raise UserError("data", f"{file}: {what}", [wrong])
+    if key != "path" or train.objective in (*ANSWERS, "distill", "classify"):
+        what = f"has {byte_size(size)}, and texts of more than {byte_size(_MOST)} are "
+        what += "prepared before the launch, once"
+        composed.refuse(f"data.{key}", what, _command(request), kind="data")
+    held_out = 0.0 if data.valid_path else data.valid_fraction
+    return replace(request, validation=held_out), True
 
 
 def _kind(names: list[str] | None, objective: str) -> RecordKind:
@@ -237,11 +239,9 @@ def _prepared(request: PreparationRequest, is_large: bool) -> Path:
         with PreparationScreen() as screen:
             folder = (prepare_first if is_large else prepare_in_cache)(request, screen)
     except LostProcessError as error:
-        message = f"{request.sources[0]}: a worker ended by {error}"
-        what = "cannot be prepared with one worker a core"
-        command = f"{_command(request)} --workers 1"
-        wrong = Violation("data.path", request.sources[0], "", what, (command,))
-        raise UserError("data", message, [wrong]) from error
+        what = f"cannot be prepared with one worker a core: a worker ended by {error}"
+        advice = f"{_command(request)} --workers 1"
+        refuse([Violation("data.path", request.sources[0], "", what, (advice,))], "data")
     except UserError as error:
         command = _command(request)
         to_skip = f"skip them: `{command} --bad skip`, then data.path={command.split()[-1]}"

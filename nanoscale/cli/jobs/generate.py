@@ -19,6 +19,7 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import Json
 from nanoscale.common.units import duration
+from nanoscale.config.violations import refuse
 
 if TYPE_CHECKING:
     from nanoscale.generate.conversation import ChatFormat, Conversation
@@ -152,7 +153,7 @@ def _check(
         if not good
     ]
     if wrong:
-        raise UserError("usage", "; ".join(f"{w.key} {w.value}: {w.message}" for w in wrong), wrong)
+        refuse(wrong, "usage")
 
 
 def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool) -> None:

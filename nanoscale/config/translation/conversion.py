@@ -22,7 +22,7 @@ from nanoscale.config.values import yaml_file
 from nanoscale.config.values.convert import fits
 from nanoscale.config.values.equivalents import Equivalent, equivalent, spelling
 from nanoscale.config.values.other_trainers import Kind, flat_settings, typed_value
-from nanoscale.config.violations import shown
+from nanoscale.config.violations import refuse, shown
 
 _OFF = ("false", "0", "no", "none", "null", "disabled", "")
 
@@ -93,8 +93,7 @@ def _refuse_other_task(path: str, value: Any, became: str, kind: Kind) -> None:
     meant = equivalent(f"{kind.name}.{path}")
     if meant and "train.objective" in meant.about and became.startswith("no counterpart"):
         told = "there are supervised fine-tuning, dpo, orpo, kto, distill, classify and masked"
-        wrong = Violation(path, value, "", f"this way of training is not here: {told}")
-        raise UserError("config", f"{path}={shown(value)}: {wrong.message}", [wrong])
+        refuse([Violation(path, value, "", f"this way of training is not here: {told}")])
 
 
 class Conversion:

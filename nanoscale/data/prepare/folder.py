@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, reason
 from nanoscale.common.json_text import Json, parse
 from nanoscale.config.token_files import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.prepare.chunks import Chunk, Cursor
@@ -188,7 +188,11 @@ def opened(out: Path, identity: Json) -> Iterator[Path]:
     try:
         (unfinished / "whole").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError("data", f"{unfinished} cannot be made: {error.strerror}") from error
+        raise UserError(
+            "data",
+            f"cannot create {unfinished}: {reason(error)}; choose a folder that can be written to "
+            "(--out, data.cache_dir)",
+        ) from error
     with (unfinished / "lock").open("a", encoding="utf-8") as lock:
         if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             raise UserError("data", f"{out} is being prepared by another process")

@@ -24,7 +24,7 @@ from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import mapping_around
 from nanoscale.config.resolved import ResolvedConfig, differences
 from nanoscale.config.values.provenance import Composed
-from nanoscale.config.violations import override, shown
+from nanoscale.config.violations import override, refuse, shown
 from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.request import Request
 from nanoscale.runs import events, metrics, status
@@ -181,8 +181,7 @@ def check_uploaded(composed: Composed, config: ResolvedConfig) -> None:
     if different:
         message = f"is the name of another run in {address}: {listed(different)} differ"
         advice = (override("run.name", f"{name}-2"),)
-        violation = Violation("run.name", name, composed.source("run.name"), message, advice)
-        raise UserError("run", f"run.name={name} {message}", [violation])
+        refuse([Violation("run.name", name, composed.source("run.name"), message, advice)], "run")
     if steps:
         display.note(f"the run continues after step {steps[-1]}, which was uploaded to {address}")
 
