@@ -1,10 +1,11 @@
-"""CPU kernels for products of experts in fp8, which torchao and PyTorch have for GPUs alone.
+"""CPU kernels for products of experts in 8 bits, which torchao and PyTorch have for GPUs alone.
 
-Casts have the scales of torchao's own functions. Products are computed in fp32 from the rounded numbers.
+Casts have the scales of torchao's own functions. Products in fp8 are computed in fp32 from the rounded numbers,
+and products in MXFP8 by torchao's emulation.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +19,9 @@ _LIBRARY = Library("aten", "IMPL")  # its kernels live as long as it does
 
 @cache
 def register() -> None:
-    """Let `narrow_experts` multiply in fp8 on the CPU in this process."""
-    from torchao.prototype.moe_training import fp8_grouped_mm
+    """Let `narrow_experts` multiply in 8 bits on the CPU in this process."""
+    from torchao.prototype.moe_training import fp8_grouped_mm, mxfp8_grouped_mm
+    from torchao.prototype.mx_formats import kernels
 
     for name, kernel in _CASTS.items():
         cast = getattr(fp8_grouped_mm, name)
@@ -29,7 +31,16 @@ def register() -> None:
         cast = custom_op(f"torchao::{name}", kernel, mutates_args=())
         cast.register_fake(kernel)
         setattr(fp8_grouped_mm, name, cast)
+    for name, kernel in _MX.items():
+        module = mxfp8_grouped_mm if hasattr(mxfp8_grouped_mm, name) else kernels
+        setattr(module, name, partial(_on_device, getattr(module, name), kernel))
     _LIBRARY.impl("_scaled_grouped_mm", _scaled_grouped_mm, "CPU")
+
+
+def _on_device(
+    gpu: Callable[..., Any], cpu: Callable[..., Any], x: Tensor, *others: Any, **options: Any
+) -> Any:
+    return cpu(x) if x.is_cpu else gpu(x, *others, **options)
 
 
 def _rows_2d(
@@ -91,6 +102,8 @@ def _scaled_grouped_mm(
     *others: Any,
 ) -> Tensor:
     """Multiply for each of the groups that end at `offs`. The third of the others is the result's dtype."""
+    if left_scales.dtype != torch.float32:
+        return _in_mxfp8(left, right, left_scales, right_scales, offs, others[2])
     bounds = [0, *offs.tolist()]
     groups = [slice(*pair) for pair in pairwise(bounds)]
     if right.dim() == 3:
@@ -107,6 +120,44 @@ def _scaled_grouped_mm(
     return out.to(others[2])
 
 
+def _in_mxfp8(
+    left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, *others: Any
+) -> Tensor:
+    from torchao.prototype.moe_training import mxfp8_grouped_mm
+
+    if right.dim() == 3:
+        multiply = mxfp8_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_3d
+        return multiply(left, left_scales, right, right_scales, *others)
+    multiply = mxfp8_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d
+    return multiply(left, left_scales, right.mT, right_scales, *others)
+
+
+def _mx_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+    scales, data = to_mx(x.contiguous(), E4M3, 32, ScaleCalculationMode.RCEIL)
+    return data, scales
+
+
+def _mx_columns_2d(x: Tensor) -> tuple[None, Tensor, None, Tensor]:
+    data, scales = _mx_rows(x.T)
+    return None, data.T, None, scales
+
+
+def _mx_columns_3d(x: Tensor) -> tuple[Tensor, Tensor]:
+    data, scales = _mx_rows(x.mT)
+    return data.mT, scales.mT
+
+
+_MX: dict[str, Callable[..., Any]] = {
+    "mxfp8_quantize_2d_1x32_cutedsl": _mx_rows,
+    "triton_to_mxfp8_dim0": _mx_rows,
+    "mxfp8_quantize_cuda": _mx_columns_2d,
+    "mxfp8_quantize_cuda_3d": _mx_columns_3d,
+    "triton_mx_block_rearrange_per_group_3d": lambda scales: scales.mT,
+    "triton_mx_block_rearrange_2d_K_groups": lambda scales: scales,
+}
+"""The emulation's scales are not rearranged, but for those of matrices: they have the layout of the product."""
 _CASTS: dict[str, Callable[..., Any]] = {
     "triton_fp8_rowwise_2d_scale_and_cast": _rows_2d,
     "triton_fp8_colwise_3d_scale_and_cast": _columns_3d,

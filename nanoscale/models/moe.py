@@ -14,7 +14,7 @@ experts_per_token of them. load `[experts]` counts the choices of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -224,6 +224,8 @@ class Experts(nn.Module):
         self.activations, self.has_biases = activations(shape), shape.bias
         self.recipe = ""
         """The recipe of products in 8 bits; empty: in the compute dtype."""
+        self.kept: list[Tensor] = []
+        """The matrices in 8 bits, if the micro batches of a step share them."""
         if shape.bias:
             self.gate_bias = nn.Parameter(torch.empty(experts, ffn))
             self.up_bias = nn.Parameter(torch.empty(experts, ffn))
@@ -253,6 +255,7 @@ class Experts(nn.Module):
             pairs.load,
             *(self.gate, self.up, self.down, *biases),
             recipe=self.recipe,
+            kept=self.kept,
         )
         sums = sum_rows(outputs, pairs)
         return sums[:-1] if self.recipe else sums
@@ -291,6 +294,7 @@ def run_experts(
     load: Tensor,
     *weights: Tensor,
     recipe: str = "",
+    kept: Sequence[Tensor] = (),
 ) -> Tensor:
     """Apply the experts to rows sorted by expert, `[rows, hidden]` once for gate and once for up, and multiply
     the results with `[rows]`.
@@ -298,28 +302,35 @@ def run_experts(
     The weights are gate, up and down, and possibly their biases. Experts without rows take part, so that every
     rank has all gradients.
     """
-    of_gate, of_up = rows
-    device_type = of_gate.device.type
+    device_type = rows[0].device.type
     if torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
-        of_gate, of_up, *weights = (x.to(compute_dtype) for x in (*rows, *weights))  # type: ignore[assignment]
-    scales = scales.to(of_gate.dtype).unsqueeze(-1)
+        rows, weights = (tuple(x.to(compute_dtype) for x in it) for it in (rows, weights))
+    scales = scales.to(rows[0].dtype).unsqueeze(-1)
     gate, up, down, *biases = weights
-    if recipe or _supports_grouped_mm(of_gate, gate):
-        if _leaves_unused_unwritten(of_gate.device):
+    if grouped := recipe or _supports_grouped_mm(rows[0], gate):
+        ends = load.cumsum(0, dtype=torch.int32)
+        if _leaves_unused_unwritten(load.device):
             gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
-        product = partial(multiply_narrow, recipe) if recipe else _grouped_matmul
-        matmul: Any = partial(product, load.cumsum(0, dtype=torch.int32))
-    else:
-        matmul = partial(_MatmulByExpert.apply, load)
+
+    def multiply(rows: Sequence[Tensor], matrices: Sequence[Tensor], kept: Any) -> Iterator[Tensor]:
+        if recipe:
+            return iter(multiply_narrow(recipe, ends, rows, matrices, kept))
+        product = (
+            partial(_grouped_matmul, ends) if grouped else partial(_MatmulByExpert.apply, load)
+        )
+        return map(product, rows, matrices)
+
     activate, lift = activations
+    products = multiply(rows, (gate, up), kept[:8])
     if not biases:
-        return matmul(activate(matmul(of_gate, gate)) * lift(matmul(of_up, up)) * scales, down)
+        inner = activate(next(products)) * lift(next(products))
+        return next(multiply((inner * scales,), (down,), kept[8:]))
     experts = torch.arange(len(load), device=load.device)
-    expert_of_row = experts.repeat_interleave(load, output_size=of_gate.shape[0])
+    expert_of_row = experts.repeat_interleave(load, output_size=len(rows[0]))
     gate_bias, up_bias, down_bias = (_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
-    inner = activate(matmul(of_gate, gate) + gate_bias) * lift(matmul(of_up, up) + up_bias)
-    return matmul(inner * scales, down) + down_bias * scales
+    inner = activate(next(products) + gate_bias) * lift(next(products) + up_bias)
+    return next(multiply((inner * scales,), (down,), kept[8:])) + down_bias * scales
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:

@@ -195,7 +195,8 @@ class SavePolicy:
         if operation in EXPERT_MATMULS:
             # gate, up, and down, whose result the backward pass does not read
             self.expert_matmuls += 1
-            return self.matmul_interval == 1 and self.expert_matmuls % 3 > 0
+            number = 2 if operation is multiply_narrow._opoverload else 3  # gate with up
+            return self.matmul_interval == 1 and self.expert_matmuls % number > 0
         if operation in MATMULS:
             self.matmuls += 1
             return self.matmul_interval is not None and self.matmuls % self.matmul_interval == 0

@@ -132,7 +132,7 @@ def test_products_of_experts_round_what_they_sum(recipe: str, compiled: bool) ->
         pairs = ExpertPairs.of_choices(chosen, 4, len(chosen), tile=fp8_tile(recipe))
         ends = pairs.load.cumsum(0, dtype=torch.int32)
         x = spread(F.pad(rows, (0, 0, 0, 1)), pairs)
-        return sum_rows(multiply_narrow(recipe, ends, x, weight), pairs)[:-1]
+        return sum_rows(multiply_narrow(recipe, ends, [x], [weight], [])[0], pairs)[:-1]
 
     out = (torch.compile(multiply, fullgraph=True) if compiled else multiply)(rows, weight)
     found = [out, *torch.autograd.grad(out, [rows, weight], grad)]
@@ -161,10 +161,11 @@ def test_operations_return_what_the_compiler_expects() -> None:
     cpu_kernels.register()
     ends = torch.tensor([32, 32, 96], dtype=torch.int32)
     rows, weight = torch.randn(96, 64).bfloat16(), torch.randn(3, 32, 64).bfloat16()
+    grad = torch.randn(96, 32).bfloat16()
     for recipe in ("mxfp8", "rowwise"):
         for operation, arguments in (
-            (multiply_narrow, (recipe, ends, rows, weight)),
-            (narrow_gradients, (recipe, ends, rows, weight, torch.randn(96, 32).bfloat16())),
+            (multiply_narrow, (recipe, ends, [rows] * 2, [weight] * 2, [])),
+            (narrow_gradients, (recipe, ends, rows, [weight] * 2, [], [grad] * 2)),
         ):
             torch.library.opcheck(operation, arguments, test_utils="test_faketensor")
 
