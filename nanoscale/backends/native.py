@@ -19,6 +19,7 @@ from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import fsdp
 from nanoscale.parallel.ddp import GradientReducer
+from nanoscale.parallel.expert import forget_casts
 from nanoscale.parallel.mesh import make_layout
 
 
@@ -80,6 +81,8 @@ class NativeEngine(NativeState):
             self.pipeline.step(*local, len(micro_batches))
         else:
             self._accumulate(micro_batches)
+        for stage in self.stages.values():
+            forget_casts(stage)
         grad_norm = self._finish_gradients()
         # Decided by the norm of the whole model, so that all ranks skip the same steps: on the device, or on
         # the host where the loss scale or the update needs it.

@@ -88,8 +88,17 @@ def keeps_frozen_whole(config: ResolvedConfig) -> bool:
 
     Only ZeRO's stage 3 without a pipeline, and offloading, shard them: else a step keeps the gathered weights.
     """
-    gathered_once = config.zero.stage < 3 or config.parallel.pp > 1
-    return config.lora.rank > 0 and gathered_once and not config.offloads
+    return config.lora.rank > 0 and _gathers_once(config) and not config.offloads
+
+
+def keeps_narrow_experts(config: ResolvedConfig) -> bool:
+    """True if the micro batches of a step share the matrices of experts in 8 bits."""
+    is_narrow = config.precision.fp8 and config.model.experts > 0
+    return is_narrow and _gathers_once(config) and config.accumulation > 1
+
+
+def _gathers_once(config: ResolvedConfig) -> bool:
+    return config.zero.stage < 3 or config.parallel.pp > 1
 
 
 # --- pipeline stages ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from torch.distributed import ProcessGroup
 
-from nanoscale.config.layout import is_replicated
+from nanoscale.config.layout import is_replicated, keeps_narrow_experts
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import lora
 from nanoscale.models.hf_model import HFModel
@@ -36,6 +36,9 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
     # FSDP comes last: parameters are gathered outside of recomputed and compiled regions.
     if layout.data is not None and not is_replicated(config):
         fsdp.shard(model, config, layout.data, layout.experts)
+    if keeps_narrow_experts(config):  # of gathered weights
+        for block in model.layers.values():
+            block.register_forward_pre_hook(expert.cast_once)
 
 
 def prepare_blocks(

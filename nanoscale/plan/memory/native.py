@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from nanoscale.common.units import byte_size, counted
 from nanoscale.config import parameters
-from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole
+from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole, keeps_narrow_experts
 from nanoscale.config.optimizers import MUON_AT_ONCE, ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.block_shape import Sizes
@@ -56,6 +56,7 @@ def native_phases(
     if not setting.single and keeps_frozen_whole(setting.config):
         gathered = params.trained
         whole = setting.compute * (params.numel - gathered.numel)
+    kept = 2 * params.experts * keeps_narrow_experts(setting.config)
     if narrow := setting.narrow_weights:  # they count as fewer weights in the compute dtype
         saved = narrow - narrow // setting.compute
         numel, block = params.numel - params.blocks * saved, params.block - saved
@@ -68,9 +69,10 @@ def native_phases(
     moments = []
     for acts in activations_at_peaks(setting, params.stages, in_flight):
         start, events = make(setting, gathered, acts)
-        start["weights"] += whole
+        start["weights"] += whole + kept
         if offloads or setting.config.lora.base == "nf4":
             events = [_added(setting, params.blocks, it) for it in events]
+        events[-1].during["weights"] = -kept  # freed before the update
         moments.append((phases_of(start, events), acts))
     phases, acts = max(moments, key=lambda moment: max(phase.allocated for phase in moment[0]))
     return RankPhases(
@@ -452,6 +454,8 @@ def _explain(
     of_blocks = f" ({states.in_blocks:g} B of a matrix in a block)"
     moments = f"{states.optimizer:g} B{of_blocks * (states.in_blocks != states.optimizer)}"
     in_addition = "in addition to the fp32 master weights" if setting.single else "by FSDP2"
+    if keeps_narrow_experts(setting.config):
+        quantized = f"; 2 B · {params.experts:,} of experts, in 8 bits for both passes"
     head = (
         f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
         f"pass on, and "

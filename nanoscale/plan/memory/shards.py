@@ -132,6 +132,7 @@ class RankParameters:
     in_blocks: int = 0
     """Elements of the matrices of blocks, before ZeRO."""
     in_blocks_shard: int = 0
+    experts: int = 0
     adapters: RankParameters | None = None
     """LoRA's adapters alone; None without LoRA."""
 
@@ -270,6 +271,7 @@ def _parameters(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParam
         head_shard=named["head"].shard(shards) if "head" in named else 0,
         in_blocks=sum(block.count * block.matrix_shard(1) for block in blocks),
         in_blocks_shard=sum(block.count * block.matrix_shard(shards) for block in blocks),
+        experts=sum(it.count * it.experts.numel for it in blocks if it.experts),
     )
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from nanoscale.config import model_math, parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
-from nanoscale.config.layout import narrow_weights
+from nanoscale.config.layout import keeps_narrow_experts, narrow_weights
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Hardware, Software
@@ -112,6 +112,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
         narrow_weights=software.torchao and narrow_weights(config) > 0,
+        cast_share=1 / config.accumulation if keeps_narrow_experts(config) else 1.0,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
         tp_overlap=layout.tp_overlap,
         adapter_rank=config.lora.rank,
@@ -497,10 +498,10 @@ def _casts(shape: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float
     dense = [p for p in products if not (experts and (p.of_experts or p.router))]
     reading = [p for i, p in enumerate(dense) if i in (0, 3, 4, len(dense) - 1)]
     if shape.fp8_recipe == "mxfp8":
-        return _casts_again(shape, [*dense, *experts], [*reading, *experts], _MXFP8_CAST_BYTES)
+        return _casts_again(shape, [*dense, *experts], [*reading, *experts[1:]], _MXFP8_CAST_BYTES)
     each = shape.software.cast_bytes + _ROWWISE_CAST_BYTES * (shape.fp8_recipe != "tensorwise")
     of_weights = 2 if shape.narrow_weights else each  # the backward pass reads them column-major
-    forward, backward = _casts_again(shape, experts, experts, _EXPERTS_CAST_BYTES)
+    forward, backward = _casts_again(shape, experts, experts[1:], _EXPERTS_CAST_BYTES)
     forward += of_weights * sum(p.inputs * p.outputs for p in dense)
     forward += each * shape.tokens * sum(p.inputs for p in reading)
     return forward, backward + each * shape.tokens * sum(p.outputs for p in dense)
@@ -512,10 +513,11 @@ def _casts_again(
     """Return the bytes of `_casts` if the backward pass casts from 16 bits again.
 
     Args:
-        reading: the products whose inputs are cast. Experts cast the common input of gate and up twice.
+        reading: the products whose inputs are cast: q, k and v have one, and so have gate and up.
         each: bytes per number that is cast along one dimension.
     """
-    once = sum(p.parameters for p in products) + sum(p.tokens(shape) * p.inputs for p in reading)
+    once = sum(p.parameters * (shape.cast_share if p.of_experts else 1) for p in products)
+    once += sum(p.tokens(shape) * p.inputs for p in reading)
     results = sum(p.tokens(shape) * p.outputs for p in products)
     return each * once, each * (once + 2 * results)
 

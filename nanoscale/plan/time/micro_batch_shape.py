@@ -37,6 +37,8 @@ class MicroBatchShape:
     fp8_recipe: str = "tensorwise"
     narrow_weights: bool = False
     """True if weights of products are gathered in 8 bits."""
+    cast_share: float = 1.0
+    """The share of micro batches that cast the matrices of experts to 8 bits."""
     hooks: float = 1.0
     """The CPU's time for a block with the backend's hooks over its time without them."""
     tp_overlap: bool = False
