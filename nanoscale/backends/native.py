@@ -17,9 +17,9 @@ from nanoscale.config.optimizers import AVERAGE, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import Batch
+from nanoscale.models.moe import Experts
 from nanoscale.parallel import fsdp
 from nanoscale.parallel.ddp import GradientReducer
-from nanoscale.parallel.expert import forget_casts
 from nanoscale.parallel.mesh import make_layout
 
 
@@ -41,6 +41,8 @@ class NativeEngine(NativeState):
         if config.optimizer.qk_clip is not None:
             stages = list(self.stages.values())
             self.qk_clip = QKClip(config, self.coordinates.tp, stages, device)
+        modules = [it for stage in self.stages.values() for it in stage.modules()]
+        self.experts = [it for it in modules if isinstance(it, Experts)]
         self.pipeline = construction.make_pipeline(self.stages, config, layout, device, self._loss)
         named = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
         self.named = named if self.masters is None else self.masters.parameters
@@ -81,8 +83,8 @@ class NativeEngine(NativeState):
             self.pipeline.step(*local, len(micro_batches))
         else:
             self._accumulate(micro_batches)
-        for stage in self.stages.values():
-            forget_casts(stage)
+        for experts in self.experts:
+            experts.kept = []  # wrong after the update
         grad_norm = self._finish_gradients()
         # Decided by the norm of the whole model, so that all ranks skip the same steps: on the device, or on
         # the host where the loss scale or the update needs it.

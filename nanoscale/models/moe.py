@@ -14,7 +14,7 @@ experts_per_token of them. load `[experts]` counts the choices of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.dtypes import fp8_tile
 from nanoscale.config.schema import Model
-from nanoscale.models.narrow_experts import multiply_narrow
+from nanoscale.models.narrow_experts import cast_matrices, multiply_narrow
 
 Activations = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Functions of the results of gate and of up, whose product is the input of down."""
@@ -225,11 +225,16 @@ class Experts(nn.Module):
         self.recipe = ""
         """The recipe of products in 8 bits; empty: in the compute dtype."""
         self.kept: list[Tensor] = []
-        """The matrices in 8 bits, if the micro batches of a step share them."""
+        """The matrices in 8 bits, while the micro batches of a step share them."""
         if shape.bias:
             self.gate_bias = nn.Parameter(torch.empty(experts, ffn))
             self.up_bias = nn.Parameter(torch.empty(experts, ffn))
             self.down_bias = nn.Parameter(torch.empty(experts, hidden))
+
+    def cast_once(self, *_: object) -> None:
+        """Cast the matrices to 8 bits for the micro batches of a step."""
+        if torch.is_grad_enabled() and not self.kept:
+            self.kept = cast_matrices(self.recipe, self.gate, self.up, self.down)
 
     def forward(
         self, tokens: Tensor, weights: Tensor, chosen: Tensor, length: Tensor | None = None
@@ -308,29 +313,23 @@ def run_experts(
         rows, weights = (tuple(x.to(compute_dtype) for x in it) for it in (rows, weights))
     scales = scales.to(rows[0].dtype).unsqueeze(-1)
     gate, up, down, *biases = weights
-    if grouped := recipe or _supports_grouped_mm(rows[0], gate):
+    matmul: Any = partial(_MatmulByExpert.apply, load)
+    if recipe or _supports_grouped_mm(rows[0], gate):
         ends = load.cumsum(0, dtype=torch.int32)
+        matmul = partial(_grouped_matmul, ends)
         if _leaves_unused_unwritten(load.device):
             gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
-
-    def multiply(rows: Sequence[Tensor], matrices: Sequence[Tensor], kept: Any) -> Iterator[Tensor]:
-        if recipe:
-            return iter(multiply_narrow(recipe, ends, rows, matrices, kept))
-        product = (
-            partial(_grouped_matmul, ends) if grouped else partial(_MatmulByExpert.apply, load)
-        )
-        return map(product, rows, matrices)
-
+    multiply: Any = partial(multiply_narrow, recipe, ends) if recipe else partial(map, matmul)
     activate, lift = activations
-    products = multiply(rows, (gate, up), kept[:8])
-    if not biases:
-        inner = activate(next(products)) * lift(next(products))
-        return next(multiply((inner * scales,), (down,), kept[8:]))
-    experts = torch.arange(len(load), device=load.device)
-    expert_of_row = experts.repeat_interleave(load, output_size=len(rows[0]))
-    gate_bias, up_bias, down_bias = (_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
-    inner = activate(next(products) + gate_bias) * lift(next(products) + up_bias)
-    return next(multiply((inner * scales,), (down,), kept[8:])) + down_bias * scales
+    products = iter(multiply(rows, (gate, up, *kept[:8])))
+    if biases:
+        experts = torch.arange(len(load), device=load.device)
+        expert_of_row = experts.repeat_interleave(load, output_size=len(rows[0]))
+        *inner_biases, down_bias = (_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
+        products = map(torch.add, products, inner_biases)
+    inner = activate(next(products)) * lift(next(products)) * scales
+    (result,) = multiply((inner,), (down, *kept[8:]))
+    return result + down_bias * scales if biases else result
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:

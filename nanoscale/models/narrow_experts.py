@@ -9,48 +9,47 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import custom_op
 
 Tensors = Sequence[Tensor]
 
 
 @custom_op("nanoscale::multiply_narrow", mutates_args=())
-def multiply_narrow(
-    recipe: str, ends: Tensor, rows: Tensors, weights: Tensors, kept: Tensors
-) -> list[Tensor]:
-    """Return the products of the rows that end at `ends` with their expert's matrix, `[experts, out, in]`.
+def multiply_narrow(recipe: str, ends: Tensor, rows: Tensors, matrices: Tensors) -> list[Tensor]:
+    """Return the products of the rows that end at `ends` with their expert's matrix.
 
     Args:
-        rows: the same rows for each of the weights, which have separate gradients.
-        kept: the results of `cast_matrices` for all weights, if there are any.
+        rows: the same rows for each product, which have separate gradients.
+        matrices: `[experts, out, in]` for each product; then their `cast_matrices`, if these are kept.
     """
-    casts = _Casts(recipe, ends)
-    left, right = casts.rows(rows[0]), _pairs(kept)[::2] or map(casts.forward, weights)
+    casts, kept = _Casts(recipe, ends), matrices[len(rows) :]
+    left = casts.rows(rows[0])
+    right = zip(kept[::4], kept[1::4], strict=True) if kept else map(casts.forward, matrices)
     return [casts.multiply(left, it) for it in right]
 
 
 @custom_op("nanoscale::narrow_gradients", mutates_args=())
 def narrow_gradients(
-    recipe: str, ends: Tensor, rows: Tensor, weights: Tensors, kept: Tensors, grads: Tensors
+    recipe: str, ends: Tensor, rows: Tensor, matrices: Tensors, grads: Tensors
 ) -> list[Tensor]:
-    casts = _Casts(recipe, ends)
-    matrices = _pairs(kept)[1::2] or map(casts.backward, weights)
-    of_rows = [casts.multiply(casts.rows(x), it) for x, it in zip(grads, matrices, strict=True)]
-    right = casts.columns(rows)
-    columns = map(casts.columns, grads)
-    return of_rows + [casts.multiply((data.mT, scales), right) for data, scales in columns]
+    casts, kept = _Casts(recipe, ends), matrices[len(grads) :]
+    right = zip(kept[2::4], kept[3::4], strict=True) if kept else map(casts.backward, matrices)
+    of_rows = list(map(casts.multiply, map(casts.rows, grads), right))
+    columns = casts.columns(rows)
+    left = map(casts.columns, grads)
+    return of_rows + [casts.multiply((data.mT, scales), columns) for data, scales in left]
 
 
 @torch.no_grad()
-def cast_matrices(recipe: str, weight: Tensor) -> list[Tensor]:
-    """Return the matrices in 8 bits and their scales for the forward pass, and the same for the backward."""
-    casts = _Casts(recipe, weight)
-    return [*casts.forward(weight), *casts.backward(weight)]
-
-
-def _pairs(kept: Tensors) -> Any:
-    return list(zip(kept[::2], kept[1::2], strict=True))
+def cast_matrices(recipe: str, *weights: Tensor) -> list[Tensor]:
+    """Return each matrix in 8 bits with its scales, for the forward and then for the backward pass."""
+    casts, kept = _Casts(recipe, weights[0]), []
+    for weight in weights:
+        local = getattr(weight, "_local_tensor", weight)
+        kept += [*casts.forward(local), *casts.backward(local)]
+    # As parameters, they do not move to the host with activations.
+    return [nn.Parameter(it, requires_grad=False) for it in kept]
 
 
 class _Casts:
@@ -64,26 +63,25 @@ class _Casts:
 
     def rows(self, x: Tensor) -> Any:
         if self.is_mx:
-            cast = self.kernels.mxfp8_quantize_2d_1x32_cutedsl
-            return cast(x, scaling_mode="rceil", offs=self.ends)
+            return self.kernels.mxfp8_quantize_2d_1x32_cutedsl(x, offs=self.ends)
         return self._inverted("rowwise_2d_scale_and_cast", x)
 
     def forward(self, weight: Tensor) -> Any:
         if self.is_mx:
-            data, scales = self.kernels.triton_to_mxfp8_dim0(weight, 32, "rceil")
+            data, scales = self.kernels.triton_to_mxfp8_dim0(weight)
             return data.mT, self.kernels.triton_mx_block_rearrange_per_group_3d(scales)
         return self._inverted("colwise_3d_scale_and_cast", weight.mT)
 
     def backward(self, weight: Tensor) -> Any:
         if self.is_mx:
-            return self.kernels.mxfp8_quantize_cuda_3d(weight, 32, 32, 1, "rceil")
+            return self.kernels.mxfp8_quantize_cuda_3d(weight)
         return self._inverted("rowwise_3d_transpose_rhs", weight.mT)
 
     def columns(self, x: Tensor) -> Any:
         if self.is_mx:
             from torchao.prototype.mx_formats import kernels
 
-            _, data, _, scales = kernels.mxfp8_quantize_cuda(x, scaling_mode="rceil")
+            _, data, _, scales = kernels.mxfp8_quantize_cuda(x)
             rearrange = self.kernels.triton_mx_block_rearrange_2d_K_groups
             return data, rearrange(scales, self.ends // 32)
         # torchao's kernel for one tensor takes all groups for equally long.
@@ -96,30 +94,28 @@ class _Casts:
 
     def multiply(self, left: Any, right: Any) -> Tensor:
         operands = left[0], right[0], left[1], right[1], self.ends
-        options = {"out_dtype": torch.bfloat16, "use_fast_accum": not self.is_mx}
-        return torch._scaled_grouped_mm(*operands, **options)
+        multiply: Any = torch._scaled_grouped_mm
+        return multiply(*operands, out_dtype=torch.bfloat16, use_fast_accum=not self.is_mx)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.recipe, ends, rows, weights, kept = inputs
-    ctx.weights = len(weights)
-    ctx.save_for_backward(ends, rows[0], *weights, *kept)
+    ctx.recipe, ends, rows, matrices = inputs
+    ctx.save_for_backward(ends, rows[0], *matrices)
 
 
 def _backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
-    ends, rows, *others = ctx.saved_tensors
-    weights, kept = others[: ctx.weights], others[ctx.weights :]
-    gradients = narrow_gradients(ctx.recipe, ends, rows, weights, kept, grads)
-    of_rows, of_weights = gradients[: ctx.weights], gradients[ctx.weights :]
-    return None, None, of_rows, of_weights, [None] * len(kept)
+    ends, rows, *matrices = ctx.saved_tensors
+    of_both = narrow_gradients(ctx.recipe, ends, rows, matrices, grads)
+    count = len(grads)
+    return None, None, of_both[:count], of_both[count:] + [None] * (len(matrices) - count)
 
 
 multiply_narrow.register_autograd(_backward, setup_context=_save)
 multiply_narrow.register_fake(
-    lambda _, __, rows, weights, ___: [
-        rows[0].new_empty(len(rows[0]), it.shape[1]) for it in weights
-    ]
+    lambda _, __, *inputs: list(map(lambda x, it: x.new_empty(len(x), it.shape[1]), *inputs))
 )
 narrow_gradients.register_fake(
-    lambda _, __, rows, weights, *___: list(map(torch.empty_like, [rows] * len(weights) + weights))
+    lambda _, __, rows, matrices, grads: [
+        torch.empty_like(it) for it in [rows] * len(grads) + matrices[: len(grads)]
+    ]
 )

@@ -38,7 +38,8 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
         fsdp.shard(model, config, layout.data, layout.experts)
     if keeps_narrow_experts(config):  # of gathered weights
         for block in model.layers.values():
-            block.register_forward_pre_hook(expert.cast_once)
+            for experts in expert.experts_of(block):
+                block.register_forward_pre_hook(experts.cast_once)
 
 
 def prepare_blocks(

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,6 @@ from nanoscale.models.moe import (
     spread,
     sum_rows,
 )
-from nanoscale.models.narrow_experts import cast_matrices
 from nanoscale.models.rope import Rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
@@ -159,23 +157,6 @@ def _own(mean: float, weight: Tensor) -> Tensor:
     if weight.placements[-1].is_replicate() and weight.device_mesh.get_local_rank(tp_axis):
         return local - local.detach()  # as `rank0_only`
     return local
-
-
-def cast_once(block: nn.Module, _inputs: object) -> None:
-    """Cast the matrices of a block's experts to 8 bits for all micro batches of a step."""
-    for experts in experts_of(block):
-        if torch.is_grad_enabled() and not experts.kept:
-            weights = (experts.gate, experts.up, experts.down)
-            local = (it.to_local() if isinstance(it, DTensor) else it for it in weights)
-            casts = chain.from_iterable(cast_matrices(experts.recipe, it) for it in local)
-            # As parameters, they do not move to the host with activations.
-            experts.kept = [nn.Parameter(it, requires_grad=False) for it in casts]
-
-
-def forget_casts(model: Transformer) -> None:
-    """Free the matrices in 8 bits, which the next update of the weights makes wrong."""
-    for experts in chain.from_iterable(map(experts_of, model.layers.values())):
-        experts.kept = []
 
 
 class Sent(NamedTuple):

@@ -4,6 +4,7 @@ registered for the CPU: numbers of a layer, and layouts of a job."""
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch.nn import functional as F
 from benchmarks.gpu import cpu_kernels
 from nanoscale.backends import low_bits
 from nanoscale.config.dtypes import fp8_tile
+from nanoscale.config.layout import keeps_narrow_experts
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
+from nanoscale.models import moe
 from nanoscale.models.moe import ExpertPairs, spread, sum_rows
-from nanoscale.models.narrow_experts import multiply_narrow, narrow_gradients
+from nanoscale.models.narrow_experts import cast_matrices, multiply_narrow, narrow_gradients
 from nanoscale.models.transformer import Transformer
 from tests.support.layouts import Row, record_all, row_config
 from tests.support.ranks import run_ranks
@@ -132,7 +135,7 @@ def test_products_of_experts_round_what_they_sum(recipe: str, compiled: bool) ->
         pairs = ExpertPairs.of_choices(chosen, 4, len(chosen), tile=fp8_tile(recipe))
         ends = pairs.load.cumsum(0, dtype=torch.int32)
         x = spread(F.pad(rows, (0, 0, 0, 1)), pairs)
-        return sum_rows(multiply_narrow(recipe, ends, [x], [weight], [])[0], pairs)[:-1]
+        return sum_rows(multiply_narrow(recipe, ends, [x], [weight])[0], pairs)[:-1]
 
     out = (torch.compile(multiply, fullgraph=True) if compiled else multiply)(rows, weight)
     found = [out, *torch.autograd.grad(out, [rows, weight], grad)]
@@ -164,10 +167,40 @@ def test_operations_return_what_the_compiler_expects() -> None:
     grad = torch.randn(96, 32).bfloat16()
     for recipe in ("mxfp8", "rowwise"):
         for operation, arguments in (
-            (multiply_narrow, (recipe, ends, [rows] * 2, [weight] * 2, [])),
-            (narrow_gradients, (recipe, ends, rows, [weight] * 2, [], [grad] * 2)),
+            (multiply_narrow, (recipe, ends, [rows] * 2, [weight] * 2)),
+            (narrow_gradients, (recipe, ends, rows, [weight] * 2, [grad] * 2)),
         ):
             torch.library.opcheck(operation, arguments, test_utils="test_faketensor")
+
+
+def test_kernels_round_scales_up() -> None:
+    """`narrow_experts` calls them with their defaults."""
+    grouped = pytest.importorskip("torchao.prototype.moe_training.mxfp8_grouped_mm")
+    kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
+    for kernel in (
+        kernels.mxfp8_quantize_cuda,
+        grouped.triton_to_mxfp8_dim0,
+        grouped.mxfp8_quantize_2d_1x32_cutedsl,
+        grouped.mxfp8_quantize_cuda_3d,
+    ):
+        original = getattr(kernel, "args", [kernel])[0]  # without `cpu_kernels`
+        original = getattr(original, "_init_fn", original)
+        assert signature(original).parameters["scaling_mode"].default == "rceil"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "rowwise"])
+def test_kept_matrices_give_the_same_bits(recipe: str) -> None:
+    cpu_kernels.register()
+    ends = torch.tensor([32, 32, 96], dtype=torch.int32)
+    rows = [torch.randn(96, 64).bfloat16().requires_grad_()] * 2
+    weights = [torch.randn(3, 32, 64).bfloat16().requires_grad_() for _ in range(2)]
+    grads = [torch.randn(96, 32).bfloat16() for _ in range(2)]
+    results = []
+    for kept in ([], cast_matrices(recipe, *weights)):
+        out = multiply_narrow(recipe, ends, rows, weights + kept)
+        results.append([*out, *torch.autograd.grad(out, [rows[0], *weights], grads)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def job(folder: Path, stage: int = 0, micro_batch: int = 2, recipe: str | None = "mxfp8",
@@ -243,6 +276,30 @@ def test_experts_train_the_same_on_two_ranks(tmp_path: Path, recipe: str, shape:
         assert found == pytest.approx(alone, rel=0.02), row
         assert found != wide
     assert alone != wide and alone == pytest.approx(wide, rel=0.1)
+
+
+@pytest.mark.slow
+def test_kept_matrices_are_cast_again_after_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four micro batches of a step share them, also in recomputation, and losses do not change by a bit."""
+    write_tokens(tmp_path)
+    configs = [
+        job(tmp_path, micro_batch=1, recipe="tensorwise", shape=MOE, **mode)
+        for mode in ({}, {"activation_checkpointing": "full"})
+    ]
+    assert all(map(keeps_narrow_experts, configs))
+    casts: list[int] = []
+
+    def counted(recipe: str, *weights: Tensor) -> list[Tensor]:
+        casts.append(len(weights))
+        return cast_matrices(recipe, *weights)
+
+    monkeypatch.setattr(moe, "cast_matrices", counted)
+    kept = [losses(0, config) for config in configs]
+    assert casts == [3] * (4 * MOE.layers * 2)  # steps, layers, modes
+    monkeypatch.setattr(moe.Experts, "cast_once", lambda *_: None)
+    assert kept == [losses(0, config) for config in configs]
 
 
 @pytest.mark.exhaustive

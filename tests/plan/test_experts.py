@@ -113,20 +113,29 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
 
 
 def test_products_of_experts_in_fp8_have_row_wise_scales_and_cast_in_both_passes() -> None:
-    """torchao casts matrices and rows of each product, 5 bytes a number, and the results' gradients twice."""
+    """Matrices, the rows of gate and up, and those of down are cast, 5 bytes a number, and results' gradients
+    twice. The micro batches of a step share the matrices where they stay gathered."""
     hardware, config = machine(), job("qwen3-30b-a3b", seq_len=4096)
-    shape = block.micro_batch_shape(replace(config, precision=replace(config.precision, fp8=True)))
+    config = replace(config, precision=replace(config.precision, fp8=True))
+    gathered = replace(config, zero=replace(config.zero, stage=3))
+    shape = block.micro_batch_shape(gathered)
     others = replace(shape, software=replace(shape.software, torchao=False))
     linears = block.linears(QWEN, 1)
     for linear in linears[5:]:
         times = [block.product(hardware, it, linear) for it in (shape, others)]
         assert times[0] == pytest.approx(block.ROWWISE * times[1])
     rows, hidden, ffn = 4096 * QWEN.experts_per_token, QWEN.hidden, QWEN.ffn
-    read = 3 * QWEN.experts * hidden * ffn + rows * (2 * hidden + ffn)
+    read = 3 * QWEN.experts * hidden * ffn + rows * (hidden + ffn)
     results = 2 * rows * (2 * ffn + hidden)
     both, dense = (block._casts(shape, it) for it in (linears, linears[:4]))
     assert both[0] - dense[0] == 5 * read
     assert both[1] - dense[1] == 5 * (read + results)
+    assert shape.cast_share == 1
+    kept = block.micro_batch_shape(config)
+    assert kept.cast_share == 1 / config.accumulation < 1
+    shared = block._casts(kept, linears)
+    saved = 5 * (1 - kept.cast_share) * (read - rows * (hidden + ffn))
+    assert both[0] - shared[0] == both[1] - shared[1] == pytest.approx(saved)
 
 
 def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:

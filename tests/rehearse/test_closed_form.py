@@ -77,6 +77,12 @@ ROWS = {
     "experts in fp8, dp 2, stage 3": in_fp8(
         on_gpus(Row("", {"dp": 2}, 3, precision="bf16", shape=MIXTURE))
     ),
+    "kept experts in fp8, dp 2, stage 2": in_fp8(
+        on_gpus(Row("", {"dp": 2} | recomputed("full"), 2, 1, precision="bf16", shape=MIXTURE))
+    ),
+    "kept experts in fp8, one process": in_fp8(
+        on_gpus(Row("", micro_batch=1, precision="bf16", shape=MIXTURE))
+    ),
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(

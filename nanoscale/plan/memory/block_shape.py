@@ -95,8 +95,6 @@ class Execution:
     """True for products in 8 bits, which copy their operands."""
     mxfp8: bool = False
     """True if these products cast what they read, and keep in the compute dtype, again in the backward pass."""
-    keeps_experts: bool = False
-    """True if the experts' matrices in 8 bits stay for a step."""
     tile: int = 1
     """The number of which an expert's rows are a multiple."""
     gathered_keys: int = 0

@@ -96,8 +96,7 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
         routed = max(first, 3 * matrix - 4 * inner + max(0, matrix - outputs))
     if run.fp8:  # copies in 8 bits of results' gradients, twice, of inputs and of a matrix: of down, or of gate
         gate = 2 * (matrix + outputs - inner) + rows * (2 * shape.ffn + shape.hidden)
-        routed = max(routed + rows * (2 * shape.hidden + shape.ffn), gate)
-        routed += 0 if run.keeps_experts else matrix // number
+        routed = max(routed + rows * (2 * shape.hidden + shape.ffn), gate) + matrix // number
     if not shape.model.shared_ffn:
         return stream + routed
     # The backward pass of the shared block comes first, and its gradient of the input stays.

@@ -5,7 +5,7 @@ from typing import Literal
 
 from nanoscale.config import model_math
 from nanoscale.config.dtypes import DTYPES, fp8_tile
-from nanoscale.config.layout import is_replicated, keeps_narrow_experts, narrow_weights
+from nanoscale.config.layout import is_replicated, narrow_weights
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.memory.activations import shape_of
 from nanoscale.plan.memory.block_shape import Execution, Shape
@@ -75,7 +75,6 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         fp8=precision.fp8,
         mxfp8=precision.fp8_recipe == "mxfp8",
         tile=fp8_tile(precision.fp8_recipe) if precision.fp8 else 1,
-        keeps_experts=keeps_narrow_experts(config),
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
