@@ -41,7 +41,7 @@ class NativeEngine(NativeState):
         if config.optimizer.qk_clip is not None:
             stages = list(self.stages.values())
             self.qk_clip = QKClip(config, self.coordinates.tp, stages, device)
-        modules = [it for stage in self.stages.values() for it in stage.modules()]
+        modules = (it for stage in self.stages.values() for it in stage.modules())
         self.experts = [it for it in modules if isinstance(it, Experts)]
         self.pipeline = construction.make_pipeline(self.stages, config, layout, device, self._loss)
         named = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
@@ -83,8 +83,6 @@ class NativeEngine(NativeState):
             self.pipeline.step(*local, len(micro_batches))
         else:
             self._accumulate(micro_batches)
-        for experts in self.experts:
-            experts.kept = []  # wrong after the update
         grad_norm = self._finish_gradients()
         # Decided by the norm of the whole model, so that all ranks skip the same steps: on the device, or on
         # the host where the loss scale or the update needs it.
@@ -114,6 +112,8 @@ class NativeEngine(NativeState):
             self._update_compute_copy()
         elif self.qk_clip is not None:  # a skipped step has scores that are not finite
             self.qk_clip.end_step([])
+        for experts in self.experts:
+            experts.kept = []  # of the former weights
         self._fill_state()  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:

@@ -94,7 +94,7 @@ def keeps_frozen_whole(config: ResolvedConfig) -> bool:
 def keeps_narrow_experts(config: ResolvedConfig) -> bool:
     """True if the micro batches of a step share the matrices of experts in 8 bits."""
     is_narrow = config.precision.fp8 and config.model.experts > 0
-    return is_narrow and _gathers_once(config) and config.accumulation > 1
+    return is_narrow and config.accumulation > 1 and _gathers_once(config)
 
 
 def _gathers_once(config: ResolvedConfig) -> bool:

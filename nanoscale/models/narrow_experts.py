@@ -94,8 +94,9 @@ class _Casts:
 
     def multiply(self, left: Any, right: Any) -> Tensor:
         operands = left[0], right[0], left[1], right[1], self.ends
-        multiply: Any = torch._scaled_grouped_mm
-        return multiply(*operands, out_dtype=torch.bfloat16, use_fast_accum=not self.is_mx)
+        return torch._scaled_grouped_mm(
+            *operands, out_dtype=torch.bfloat16, use_fast_accum=not self.is_mx
+        )
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -115,7 +116,7 @@ multiply_narrow.register_fake(
     lambda _, __, *inputs: list(map(lambda x, it: x.new_empty(len(x), it.shape[1]), *inputs))
 )
 narrow_gradients.register_fake(
-    lambda _, __, rows, matrices, grads: [
-        torch.empty_like(it) for it in [rows] * len(grads) + matrices[: len(grads)]
-    ]
+    lambda _, __, rows, matrices, grads: list(
+        map(torch.empty_like, ([rows] * len(grads) + matrices)[: 2 * len(grads)])
+    )
 )

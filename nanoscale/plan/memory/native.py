@@ -72,7 +72,6 @@ def native_phases(
         start["weights"] += whole + kept
         if offloads or setting.config.lora.base == "nf4":
             events = [_added(setting, params.blocks, it) for it in events]
-        events[-1].during["weights"] = -kept  # freed before the update
         moments.append((phases_of(start, events), acts))
     phases, acts = max(moments, key=lambda moment: max(phase.allocated for phase in moment[0]))
     return RankPhases(
@@ -454,8 +453,8 @@ def _explain(
     of_blocks = f" ({states.in_blocks:g} B of a matrix in a block)"
     moments = f"{states.optimizer:g} B{of_blocks * (states.in_blocks != states.optimizer)}"
     in_addition = "in addition to the fp32 master weights" if setting.single else "by FSDP2"
-    if keeps_narrow_experts(setting.config):
-        quantized = f"; 2 B · {params.experts:,} of experts, in 8 bits for both passes"
+    kept = f"; 2 B · {params.experts:,} of experts, in 8 bits for both passes"
+    kept *= keeps_narrow_experts(setting.config)
     head = (
         f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
         f"pass on, and "
@@ -469,7 +468,7 @@ def _explain(
         bucket = byte_size(GRADIENT_BUCKET)
         buffers = f"a bucket of gradients being reduced, at most {bucket} and one matrix"
     return {
-        "weights": f"{states.weights:g} B · {rank}{quantized}",
+        "weights": f"{states.weights:g} B · {rank}{quantized}{kept}",
         "optimizer": f"{moments} · {trained}; {setting.config.optimizer.name}'s states",
         "compute copies": f"{setting.compute} B · {params.numel:,}: unsharded weights in the compute "
         f"dtype, {in_addition}",
