@@ -110,7 +110,7 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
     for candidate in stored:
         if candidate.step == step:
             return candidate
-    message = "there is no checkpoint" + ("" if step is None else f" of step {step}")
+    message = f"there is no checkpoint{'' if step is None else f' of step {step}'}"
     steps = tuple(f"--step {candidate.step}" for candidate in stored)
     damaged = [it.path for it in list_set_aside(folder) if step in (None, it.step)]
     if damaged:

@@ -62,7 +62,7 @@ def _gpu_of_entry(gpus: list[Gpu], entry: str) -> Gpu | None:
     if entry.isdecimal():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
     if entry.startswith("MIG-"):
-        return (gpus[0][0] + " MIG", entry) if gpus else None
+        return (f"{gpus[0][0]} MIG", entry) if gpus else None
     return next((gpu for gpu in gpus if len(entry) > 4 and gpu[1].startswith(entry)), None)
 
 

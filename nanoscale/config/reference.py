@@ -59,7 +59,7 @@ class Key:
                 is_mapping = get_origin(choice) is dict
                 parts.append(words.get(choice, "a mapping" if is_mapping else "a section"))
         if get_origin(self.annotation) is Literal:
-            return "one of " + ", ".join(parts)
+            return f"one of {', '.join(parts)}"
         return " or ".join(parts)
 
     @property

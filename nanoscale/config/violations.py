@@ -103,7 +103,7 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
-        return "[" + ",".join(shown(entry) for entry in value) + "]"
+        return f"[{','.join(shown(entry) for entry in value)}]"
     return str(value)
 
 
@@ -128,7 +128,7 @@ def _mapping(value: Mapping[str, Any]) -> str:
         + (_mapping(it) if isinstance(it, dict) else quoted(it) if _needs_quotes(it) else shown(it))
         for name, it in value.items()
     )
-    return "{" + ", ".join(entries) + "}"
+    return f"{{{', '.join(entries)}}}"
 
 
 def _needs_quotes(value: object) -> bool:
@@ -140,14 +140,14 @@ def _needs_quotes(value: object) -> bool:
 def quoted(value: object) -> str:
     """Return a plain value in Hydra's grammar."""
     if isinstance(value, str):
-        return "'" + _escaped(value) + "'"
+        return f"'{_escaped(value)}'"
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, dict):
         entries = (f"{_escaped_key(name)}:{quoted(inner)}" for name, inner in value.items())
-        return "{" + ",".join(entries) + "}"
+        return f"{{{','.join(entries)}}}"
     if isinstance(value, list):
-        return "[" + ",".join(map(quoted, value)) + "]"
+        return f"[{','.join(map(quoted, value))}]"
     return json.dumps(value)
 
 

@@ -41,7 +41,7 @@ def write(folder: Path, config: Config) -> Json:
         _describe(folder, tokenizer.name_of(tokenizer.eos))
         if generation := initial and tokenizers.read_object(initial / _GENERATION):
             ends = _with_end(generation, tokenizer.eos)
-            (folder / _GENERATION).write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
+            (folder / _GENERATION).write_text(f"{json.dumps(ends, indent=2)}\n", "utf-8")
         special = _special_entries(initial) | _special_entries(Path(data.tokenizer).parent)
         return _with_end(_eos_entry(None) | special, tokenizer.eos)
     if data.source != "stdlib":
@@ -99,7 +99,7 @@ def _describe(folder: Path, end: str) -> None:
     file = folder / tokenizers.CONFIG
     if not file.exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        file.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        file.write_text(f"{json.dumps(settings, indent=2)}\n", "utf-8")
 
 
 def _copy(source: Path, folder: Path) -> None:

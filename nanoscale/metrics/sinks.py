@@ -107,7 +107,7 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         fence.require(self._workspace)
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.write(f"{json.dumps(_finite(record), allow_nan=False)}\n")
         self._file.flush()
 
     def flush(self) -> None:

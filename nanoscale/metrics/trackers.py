@@ -180,7 +180,7 @@ class Background:
         run = self.subject.run
         with _FILE:
             states = _states(run) | {self.name: asdict(self._state)}
-            text = json.dumps(states, indent=2) + "\n"
+            text = f"{json.dumps(states, indent=2)}\n"
             write_atomically(run.trackers, text, self.subject.workspace)
 
     def _report(self, problem: str) -> None:

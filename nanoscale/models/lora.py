@@ -130,7 +130,7 @@ def fill_magnitudes(state: dict[str, Tensor]) -> None:
     """Set the magnitudes among named parameters to the norms of the rows of their layers' weights, in place."""
     for name, magnitude in state.items():
         if name.endswith(MAGNITUDE):
-            weight = state[name.removesuffix(MAGNITUDE) + ".weight"]
+            weight = state[f"{name.removesuffix(MAGNITUDE)}.weight"]
             squares = _local(weight).double().square().sum(1)
             if isinstance(weight, DTensor):
                 for axis, placement in enumerate(weight.placements):

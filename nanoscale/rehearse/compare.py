@@ -280,4 +280,4 @@ def _sentence(waiting: dict[int, tuple[Call, int]]) -> str:
         call, other = waiting[each]
         what = f"{call.kind.strip('_')} of {byte_size(call.bytes)} {call.dtype}"
         parts.append(f"rank {each} waits for rank {other} in {what} in {call.phase} at {call.line}")
-    return "a deadlock: " + "; ".join(parts)
+    return f"a deadlock: {'; '.join(parts)}"

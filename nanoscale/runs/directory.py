@@ -237,7 +237,7 @@ def check_free(root: Path, name: str, *, is_running: bool = False) -> None:
     verbs = ["runs watch", "runs stop"] if is_running else [resume] * run.config.is_file()
     commands = (f"nanoscale {verb} {shlex.quote(str(run.path))}" for verb in verbs)
     suggestions = (override("run.name", free_name(root, name)), *commands)
-    rule = "a new run never overwrites " + ("a running" if is_running else "an old") + " one"
+    rule = f"a new run never overwrites {'a running' if is_running else 'an old'} one"
     violation = Violation("run.name", name, "", rule, suggestions)
     raise UserError("run", f"the run {name!r} exists already in {root}", [violation])
 
@@ -377,7 +377,7 @@ def file_sum(path: Path) -> str:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    text = f"{json.dumps(value, indent=2, ensure_ascii=False)}\n"
     write_atomically(path, text, durable=durable)
 
 

@@ -25,7 +25,7 @@ def append(path: Path, value: Object) -> None:
 
     A line that a killed writer left unfinished is closed first, so that only this line is lost.
     """
-    line = json.dumps(value, ensure_ascii=False) + "\n"
+    line = f"{json.dumps(value, ensure_ascii=False)}\n"
     handle = no_follow(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         # The size of a file grows page by page within a write: another writer's half line would look like a

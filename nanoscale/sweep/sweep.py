@@ -134,7 +134,7 @@ class Sweep:
             return Settings(**content["settings"]), [Trial(**one) for one in content["trials"]]
         except FileNotFoundError:
             others = sorted(path.parent.name for path in self.path.parent.glob("*/sweep.json"))
-            message = "is not a sweep" + ("; there are " + ", ".join(others) if others else "")
+            message = f"is not a sweep{'; there are ' * bool(others)}{', '.join(others)}"
             advice = tuple(f"--resume {name}" for name in others[:3])
             violation = Violation("--resume", str(self.path), "command line", message, advice)
             raise UserError("usage", f"{self.path} {message}", [violation]) from None

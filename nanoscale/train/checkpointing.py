@@ -244,7 +244,7 @@ def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None
 
 
 def _named(wrong: list[int], members: list[int]) -> str:
-    text = f"{numbered('rank', wrong)} differ" + "s" * (len(wrong) == 1)
+    text = f"{numbered('rank', wrong)} differ{'s' * (len(wrong) == 1)}"
     if others := len(members) - len(wrong):
         return f"{text} from the {counted(others, 'other replica')} of the same tensors"
     return f"{text} in tensors that must be equal"

@@ -36,7 +36,7 @@ def _figures(told: Json) -> Iterator[str]:
     plan = told["predicted"] or {}
 
     def row(label: str, text: str, predicted: str | None = None) -> str:
-        return f"{label:16}{text}" + (f"; planned {predicted}" if predicted else "")
+        return f"{label:16}{text}{f'; planned {predicted}' if predicted else ''}"
 
     def planned(name: str, form: Any) -> str | None:
         return form(plan[name]) if plan.get(name) is not None else None

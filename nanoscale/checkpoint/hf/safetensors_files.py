@@ -52,7 +52,7 @@ def divide(entries: Entries, largest: int) -> dict[str, Entries]:
 
 
 def write_json(file: Path, document: Json) -> None:
-    file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    file.write_text(f"{json.dumps(document, indent=2)}\n", "utf-8")
 
 
 def write_file(file: Path, entries: Entries, values: Iterator[memoryview]) -> None:

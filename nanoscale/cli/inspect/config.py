@@ -171,7 +171,7 @@ def list_groups(
     known = list(dict.fromkeys([*library.groups(), *tops]))
     if group not in known:
         near = (f"nanoscale config ls {each}" for each in nearest(group, known))
-        refuse_name(group, "unknown group; the groups are " + ", ".join(library.groups()), *near)
+        refuse_name(group, f"unknown group; the groups are {', '.join(library.groups())}", *near)
     options = library.options(group)
     keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
     fields = ("type", "unit", "meaning")
@@ -208,7 +208,7 @@ def _named(name: str) -> list[str]:
         meant = equivalent(name)
         near = tuple(dict.fromkeys([*nearest(name, top), *nearest_key(name, declared())]))
         near = meant.about if meant is not None else near
-        others = "" if near else "; the sections are " + ", ".join(top)
+        others = "" if near else f"; the sections are {', '.join(top)}"
         proposals = (f"nanoscale config explain {key}" for key in near)
         refuse_name(name, f"unknown key or section{others}", *proposals)
     return [key for key in declared() if key == name or key.startswith(f"{name}.")]

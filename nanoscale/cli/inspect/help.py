@@ -42,5 +42,5 @@ def help(
         near = [f"nanoscale help {name}" for name in nearest(topic, [*TOPICS, *VERBS])]
         if topic in sections() or topic in declared():
             near = [f"nanoscale config explain {topic}"]
-        refuse_name(topic, "unknown topic; the topics are " + ", ".join(TOPICS), *near)
+        refuse_name(topic, f"unknown topic; the topics are {', '.join(TOPICS)}", *near)
     return 0

@@ -304,7 +304,7 @@ def _calibrate(
     require_writable("--write", file, overwrite=overwrite, is_own=_is_calibration)
     calibration = calibrate([run.observation for run in runs])
     about = document(runs, calibration, file)
-    text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+    text = f"{json.dumps(about, indent=2, ensure_ascii=False)}\n"
     write_file("--write", file, text, overwrite=overwrite or _is_calibration(file))
     answer(as_json, about, show_report, calibration_report(about))
     return DONE

@@ -70,7 +70,7 @@ def _find(name: str, config_dir: Path | None) -> Option:
     options = Library(config_dir).options(RECIPE)
     if name not in options:
         near = nearest(name, options)
-        others = "" if near else "; there are " + ", ".join(options)
+        others = "" if near else f"; there are {', '.join(options)}"
         refuse_name(name, f"unknown recipe{others}", *near)
     return options[name]
 

@@ -239,7 +239,7 @@ class Writer:
                 for written in texts:
                     results.append(next(remaining) | self.document(written))
                     if not as_json:
-                        file.write(json.dumps(results[-1], ensure_ascii=False) + "\n")
+                        file.write(f"{json.dumps(results[-1], ensure_ascii=False)}\n")
                         file.flush()
                 if sys.stderr.isatty() and not file.isatty():
                     display.progress(f"{len(results)} of {len(records)} prompts")

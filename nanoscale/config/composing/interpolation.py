@@ -43,7 +43,7 @@ def problem(key: str, value: object) -> str:
         references = _references(text)
         for it in references:
             if it.variable is None and it.key is None:
-                return one + "; other resolvers are not supported. Write \\${ for ${ itself"
+                return f"{one}; other resolvers are not supported. Write \\${{ for ${{ itself"
             if it.variable is not None and not reference.declared()[key].path:
                 return (
                     f"{one}; environment variables are supported only in keys that are paths, and "

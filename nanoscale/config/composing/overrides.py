@@ -136,7 +136,7 @@ def with_good_advice(violation: Violation, asked: Words, library: Library) -> Vi
     if typed and isinstance(violation.value, float):  # 1e-4, not 0.0001
         end = f"={shown(violation.value)}"
         good = (
-            text.removesuffix(end) + f"={typed}" if text.endswith(end) else text for text in good
+            f"{text.removesuffix(end)}={typed}" if text.endswith(end) else text for text in good
         )
     return replace(violation, suggestions=tuple(good), typed=violation.typed or typed)
 
@@ -216,7 +216,7 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
             yield Violation(group, value, COMMAND_LINE, message, (meant.overrides[""],))
             return
         if not near or len(options) <= _FEW:
-            message += "; there are " + ", ".join(options)
+            message += f"; there are {', '.join(options)}"
         proposals = tuple(to_override(group, option) for option in near)
         if group == "model" and not near:
             message += "; the weights of a model's folder, or of a hub's model, are model.init_from"

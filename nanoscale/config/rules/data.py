@@ -392,9 +392,9 @@ def _require_one_pass(resolution: Resolution, source: MixtureSource) -> None:
     objective = resolution.config.train.objective
     what = "is prepared beside the training, and "
     if source.name:
-        message = what + "the sources of a data mixture are prepared before it"
+        message = f"{what}the sources of a data mixture are prepared before it"
     elif objective in (*ANSWERS, "distill"):
-        message = what + f"train.objective={objective} looks at all samples before the first step"
+        message = f"{what}train.objective={objective} looks at all samples before the first step"
     else:
         return
     resolution.refuse_value(f"{source.key}.path", source.path, message, kind="data")

@@ -149,7 +149,7 @@ def check_stragglers(resolution: Resolution, device: str) -> None:
     """Refuse to leave out slow hosts of a job that is not elastic, and advise to make it elastic."""
     nodes, dp = resolution.config.launcher.nodes, resolution.config.parallel.dp
     _, most = forms.node_range(nodes) or (1, len(resolution.hosts))
-    range_override = f"launcher.nodes={most - 1}:{most}" + " parallel.dp=auto" * (dp != "auto")
+    range_override = f"launcher.nodes={most - 1}:{most}{' parallel.dp=auto' * (dp != 'auto')}"
     if device == "cpu" and not forms.elastic(nodes):
         advice = override("launcher.nodes", nodes), range_override if most > 1 else None
         resolution.refuse_idle("launcher.exclude_stragglers", *advice)

@@ -253,7 +253,7 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
             why = f"needs samples, and {data.path} has none of at most {train.seq_len} tokens"
         else:
             why = f"needs samples counted before the launch; data.source={data.source} counts them in it"
-        instead = "train.epochs=null" + ("" if given else " train.steps=100")
+        instead = f"train.epochs=null{'' if given else ' train.steps=100'}"
         resolution.refuse("train.epochs", why, instead)
     return samples
 

@@ -53,7 +53,7 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
     if not near and known:
         of = section or "the configuration"
         names = (key.removeprefix(f"{section}.").partition(".")[0] for key in known)
-        message = f"unknown key; {of} has " + ", ".join(dict.fromkeys(names))
+        message = f"unknown key; {of} has {', '.join(dict.fromkeys(names))}"
     if file_section and leaf == file_section:
         message += f": in a file of the group {file_section}, its keys start at the left margin"
     if isinstance(value, Mapping):

@@ -73,7 +73,7 @@ def as_json(path: Path) -> Path:
             config = temporary / _CONFIG
             settings = parse(config.read_bytes()) if config.exists() else {}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | special | settings
-            config.write_text(json.dumps(named, indent=2) + "\n", "utf-8")
+            config.write_text(f"{json.dumps(named, indent=2)}\n", "utf-8")
             native.save(str(temporary / TOKENIZER))
             with suppress(OSError):  # another process was faster
                 temporary.rename(folder)

@@ -153,7 +153,7 @@ _KEPT = {"core-attention": ", core", "attention": ", attn", "every-2nd-matmul": 
 def _recomputation(layout: ResolvedParallel) -> str:
     mode, every = layout.activation_checkpointing, layout.checkpoint_every
     kept = _KEPT.get(layout.selective_keep, "") if mode == "selective" else ""
-    return f"{mode}{kept}" + (f" 1/{every}" if every > 1 else "")
+    return f"{mode}{kept}{f' 1/{every}' if every > 1 else ''}"
 
 
 def _dp(layout: ResolvedParallel) -> str:

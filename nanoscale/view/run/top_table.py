@@ -109,7 +109,7 @@ def _speed(values: Row) -> str:
     speed, planned = values["tokens_per_s"], values["planned_tokens_per_s"]
     if speed is None:
         return ""
-    return f"{speed:,.0f}" + (f" ({speed / planned:.0%})" if planned else "")
+    return f"{speed:,.0f}{f' ({speed / planned:.0%})' if planned else ''}"
 
 
 _COLUMNS = (
