@@ -97,7 +97,7 @@ def apply_to_foreign(model: HFModel, ep: int, layout: ExpertLayout) -> None:
             experts.forward = partial(_exchange_foreign, exchange)
 
 
-def experts_of(block: nn.Module) -> list[nn.Module]:
+def experts_of(block: nn.Module) -> list[Any]:
     """Return the modules of a block that hold experts: ours, or modules of transformers' model."""
     moe = getattr(block, "mlp", None)
     if isinstance(moe, MixtureOfExperts):
