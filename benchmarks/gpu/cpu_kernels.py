@@ -157,7 +157,7 @@ _MX: dict[str, Callable[..., Any]] = {
     "triton_mx_block_rearrange_per_group_3d": lambda scales: scales.mT,
     "triton_mx_block_rearrange_2d_K_groups": lambda scales: scales,
 }
-"""The emulation's scales are not rearranged, but for those of matrices: they have the layout of the product."""
+"""The emulation does not rearrange scales; the scales of matrices are transposed as the matrices are."""
 _CASTS: dict[str, Callable[..., Any]] = {
     "triton_fp8_rowwise_2d_scale_and_cast": _rows_2d,
     "triton_fp8_colwise_3d_scale_and_cast": _columns_3d,

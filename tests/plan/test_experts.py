@@ -113,7 +113,7 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
 
 
 def test_products_of_experts_in_fp8_have_row_wise_scales_and_cast_in_both_passes() -> None:
-    """Matrices, the rows of gate and up, and those of down are cast, 5 bytes a number, and results' gradients
+    """Matrices, the rows of gate and up, and the rows of down are cast, 5 bytes a number, and results' gradients
     twice. The micro batches of a step share the matrices where they stay gathered."""
     hardware, config = machine(), job("qwen3-30b-a3b", seq_len=4096)
     config = replace(config, precision=replace(config.precision, fp8=True))
