@@ -113,8 +113,8 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
 
 
 def test_products_of_experts_in_fp8_have_row_wise_scales_and_cast_in_both_passes() -> None:
-    """Matrices, the rows of gate and up, and the rows of down are cast, 5 bytes a number, and results' gradients
-    twice. The micro batches of a step share the matrices where they stay gathered."""
+    """Matrices, the rows of gate and up, and the rows of down are cast, 5 bytes a number, and gradients of
+    results twice. The micro batches of a step share the matrices where they stay gathered."""
     hardware, config = machine(), job("qwen3-30b-a3b", seq_len=4096)
     config = replace(config, precision=replace(config.precision, fp8=True))
     gathered = replace(config, zero=replace(config.zero, stage=3))
