@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.gpu import cpu_kernels
+from benchmarks.gpu import cpu_kernels, cpu_nvfp4
 from benchmarks.gpu.items import run_items
 from nanoscale.backends import gradients, low_bits
 from nanoscale.backends.native import NativeEngine
@@ -115,6 +115,7 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
         "staging beside a step": (staging, 0.0),
         "nf4": (nf4_product, BF16),
         **({"mxfp8": (mxfp8_product, BF16)} if has_mxfp8(device) else {}),
+        **({"nvfp4": (nvfp4_product, BF16)} if has_mxfp8(device) else {}),
         **({"mxfp8 experts": (partial(narrow, "mxfp8"), BF16)} if has_mxfp8(device) else {}),
         **({"fp8 experts": (partial(narrow, "rowwise"), BF16)} if has_fp8_experts(device) else {}),
         "clip in the update": (clipped_update, FP32),
@@ -134,6 +135,7 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
         "update in bf16": (partial(updates, "adamw", dtype=torch.bfloat16), 5e-2),
         "fused loss": (partial(loss, fused=on_gpu), BF16),
         **({"compiled mxfp8": (partial(mxfp8_product, compiled=on_gpu), BF16)} if has_mxfp8(device) else {}),
+        **({"compiled nvfp4": (partial(nvfp4_product, compiled=on_gpu), BF16)} if has_mxfp8(device) else {}),
         "compiled experts": (partial(steps_equal, MOE, 3, compiled=on_gpu), 1e-4),
         "compiled experts in bf16": (
             partial(steps_equal, (*MOE, "precision=bf16"), 3, compiled=on_gpu), BF16),
@@ -290,6 +292,26 @@ def mxfp8_product(device: torch.device, compiled: bool = False) -> float:
         out = act(x)
         grad = noise(3, 2, 64, 384).to(where, torch.bfloat16)
         results.append([out, *torch.autograd.grad(out, [x, layer.weight], grad)])
+    return difference(*results)
+
+
+def nvfp4_product(device: torch.device, compiled: bool = False) -> float:
+    """Compare the result and the mean gradients of a layer in NVFP4 with `cpu_nvfp4`, which draws other
+    numbers."""
+    cpu_nvfp4.register()
+    results = []
+    for where in (device, CPU):
+        layer = nn.Linear(256, 384, bias=False, dtype=torch.bfloat16)
+        layer.weight.data = noise(1, 384, 256).bfloat16()
+        low_bits.to_nvfp4([layer.to(where)])
+        act: Any = torch.compile(layer) if compiled and where == device else layer
+        x = noise(2, 2, 128, 256).to(where, torch.bfloat16).requires_grad_()
+        grad = noise(3, 2, 128, 384).to(where, torch.bfloat16)
+        torch.manual_seed(0)
+        draws = 1 if device == CPU else 256
+        drawn = [torch.autograd.grad(act(x), [x, layer.weight], grad) for _ in range(draws)]
+        means = [torch.stack(it).float().mean(0) for it in zip(*drawn, strict=True)]
+        results.append([act(x), *means])
     return difference(*results)
 
 

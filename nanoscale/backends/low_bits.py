@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, with dynamic scales, and frozen weights in 4 bits, by torchao.
+"""Matrix products in 8 bits or 4, with dynamic scales, and frozen weights in 4 bits, by torchao.
 
 | recipe | scales | types | gradients of weights |
 |---|---|---|---|
@@ -6,16 +6,22 @@
 | rowwise | one per row, powers of two | e4m3 | in 8 bits |
 | rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
 | mxfp8 | one per 32 numbers that a product sums, powers of two | e4m3 | in 8 bits |
+| nvfp4 | one in e4m3 per 16 numbers that a product sums, or 16 x 16 weights | e2m1 | in 4 bits |
 
 An outlier affects the scale of its row only, not the matrix's, so each row-wise recipe is more accurate than
 the one before, and slower. GPUs of compute capability 10 apply the scales of mxfp8 within the product. With
 tensor parallelism a rank scales its shards: one process computes the same products of whole rows, and shards of
 rows have finer scales. Sums over ranks are in the compute dtype. Experts (`models.narrow_experts`) have
-row-wise scales with tensorwise, too, and do not support rowwise_with_gw_hp.
+row-wise scales with tensorwise, too, do not support rowwise_with_gw_hp, and multiply in mxfp8 with nvfp4.
+
+nvfp4 rounds gradients up or down at random, with the mean of the exact number, and transforms both operands of
+the gradient of a weight by a Hadamard matrix, which divides outliers among 16 numbers. The last blocks stay in
+the compute dtype (`dtypes.narrow_blocks`).
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
-first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8. Weights, optimizer and gradients keep their
-dtypes. GPUs need compute capability 8.9 and every size of a product a multiple of 16; mxfp8 needs 10 and 32.
+first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8; NVIDIA 2025,
+arXiv:2509.25149, for nvfp4. Weights, optimizer and gradients keep their dtypes. GPUs need compute capability
+8.9 and every size of a product a multiple of 16; mxfp8 needs 10 and 32, nvfp4 10 and 128.
 
 Weights in 4 bits are torchao's NF4Tensor (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3). A product
 dequantizes its weights, in the forward and in the backward pass, and keeps no copy of them. It computes with
@@ -31,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config import parameters
+from nanoscale.config.dtypes import narrow_blocks
 from nanoscale.models.lora import frozen_matrices
 from nanoscale.models.moe import Experts
 from nanoscale.models.torchao_log import silence_torchao
@@ -49,15 +56,20 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
 
     sizes: dict[int, parameters.Shape] = {}
     for number, block in model.layers.items():
+        if int(number) >= narrow_blocks(recipe, model.shape.layers):
+            continue
         table = parameters.block(model.shape.of_layer(int(number)))
         for name, module in block.named_modules():
             if isinstance(module, nn.Linear) and module.out_features > 1:  # not a gate of experts
                 sizes[id(module)] = table[f"{name}.weight"].local(tp)
             elif isinstance(module, Experts):
-                module.recipe = recipe
+                module.recipe = recipe.replace("nvfp4", "mxfp8")
     chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
     if recipe == "mxfp8":
         to_mxfp8([it for it in model.layers.modules() if id(it) in chosen_ids], emulate)
+        return
+    if recipe == "nvfp4":
+        to_nvfp4([it for it in model.layers.modules() if id(it) in chosen_ids])
         return
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(
@@ -78,13 +90,42 @@ def to_mxfp8(layers: list[Any], emulate: bool) -> None:
         layer.wgrad_with_hp = False
 
 
+def to_nvfp4(layers: list[Any]) -> None:
+    """Let linear layers multiply in NVFP4, in place.
+
+    Inductor calls the product as eager code does: its own of torch 2.13 refuses swizzled scales.
+    """
+    silence_torchao()
+    from torch._inductor.lowering import make_fallback
+    from torchao.prototype.moe_training.nvfp4_training import nvfp4_linear
+
+    make_fallback(torch.ops.aten._scaled_mm_v2.default)
+    for layer in layers:
+        layer.__class__, layer.function = NVFP4Linear, nvfp4_linear.nvfp4_mm_triton
+
+
+_SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, -1, 1, -1, 1, 1, -1)
+"""The random signs of the Hadamard transform, the same in every layer and job, as in the paper."""
+
+
+class NVFP4Linear(nn.Linear):
+    """A linear layer that draws the rounding of gradients from the device's generator."""
+
+    function: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = x.new_zeros(1, dtype=torch.int64)  # positions in its stream of numbers are drawn
+        result: Tensor = self.function.apply(x, self.weight, self.bias, key, _SIGNS)
+        return result
+
+
 def is_faster(recipe: str, outputs: int, inputs: int) -> bool:
     """True if products with a matrix `[outputs, inputs]` are faster in 8 bits than in bf16, casts included.
 
     Source: torchao's measurements on an H100 with 16,384 tokens (README of `torchao.float8`, "Performance").
-    The bounds of mxfp8 are assumed: its products have the speed of tensor-wise ones.
+    The bounds of mxfp8 and nvfp4 are assumed: mxfp8's products have the speed of tensor-wise ones.
     """
-    if recipe in ("tensorwise", "mxfp8"):
+    if recipe in ("tensorwise", "mxfp8", "nvfp4"):
         return outputs > 1024 or inputs > 4096
     return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
 

@@ -23,5 +23,10 @@ DTYPES = {
 
 
 def fp8_tile(recipe: str) -> int:
-    """Return the number of which the sizes of products in 8 bits are multiples; 1 without a recipe."""
-    return {"": 1, "mxfp8": 32}.get(recipe, 16)
+    """Return the number of which the sizes of narrow products are multiples; 1 without a recipe."""
+    return {"": 1, "mxfp8": 32, "nvfp4": 128}.get(recipe, 16)
+
+
+def narrow_blocks(recipe: str, layers: int) -> int:
+    """Return the number of blocks that multiply in 8 bits or 4: all, or with nvfp4 all but the last 15 %."""
+    return max(1, layers * 17 // 20) if recipe == "nvfp4" else layers

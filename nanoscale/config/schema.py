@@ -521,10 +521,11 @@ class Precision:
         "attention, NVLink SHARP and kernels chosen by timings; slower on GPUs",
     )
     fp8: bool = key(False, "compute the blocks' linear layers in 8 bits (torchao, H100 or newer)")
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"] = key(
         "tensorwise",
         "fp8: one scale per matrix (fastest) · per row (more accurate) · per row, with weight "
-        "gradients in the compute dtype (most accurate) · per 32 numbers (MXFP8; B200 or newer)",
+        "gradients in the compute dtype (most accurate) · per 32 numbers (MXFP8; B200 or newer) · "
+        "per 16 numbers of 4 bits (NVFP4; B200 or newer)",
     )
     loss_scale: float = key(65536.0, "fp16: initial loss scale", at_least=1)
     loss_scale_window: int = key(

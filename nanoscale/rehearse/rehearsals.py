@@ -50,11 +50,11 @@ def why_unplayable(config: ResolvedConfig) -> Violation | None:
     if config.lora.base == "nf4":
         message = "keeps weights in tensors of torchao, which are not rehearsed"
         return Violation("lora.base", "nf4", "", message, ("lora.base=whole",))
-    if config.precision.fp8_recipe == "mxfp8":
+    if (recipe := config.precision.fp8_recipe) in ("mxfp8", "nvfp4"):
         message = "casts in kernels of torchao that exist on GPUs alone, so it is not rehearsed"
         whole = "precision.fp8=false " if config.model.experts else ""
         advice = f"{whole}precision.fp8_recipe=tensorwise"
-        return Violation("precision.fp8_recipe", "mxfp8", "", message, (advice,))
+        return Violation("precision.fp8_recipe", recipe, "", message, (advice,))
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"

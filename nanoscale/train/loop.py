@@ -19,6 +19,7 @@ from nanoscale.data.loader import Mixture, Prefetched, SampleSource
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
+from nanoscale.models.initialization import parameter_seed
 from nanoscale.runs.events import Note
 from nanoscale.runs.goodput import Tally
 from nanoscale.runs.position import NOW
@@ -183,6 +184,10 @@ class Training:
         statistics = self.statistics if is_due(step, self.config.train.statistics_every) else None
         with statistics.watching() if statistics is not None else nullcontext():
             rate = self.learning_rate(step)
+            if (
+                self.config.precision.fp8_recipe == "nvfp4"
+            ):  # the rounding of gradients repeats after a resume
+                torch.manual_seed(parameter_seed(self.config.train.seed, f"{step} {self.rank}"))
             self.last = self.engine.train_step(batches, rate, logged=self.is_logged(step))
         if statistics is not None:
             statistics.write(self.workspace, self.rank, step, self.last.grad_norm.item())

@@ -44,6 +44,7 @@ OPTIONS = sorted(
 )
 
 NEEDS = {
+    ("precision", "nvfp4"): ["model=llama-1b", "train.seq_len=256"],
     ("data", "stdlib-bpe"): ["model=llama-1b"],
     ("launcher", "env"): ["run.name=x"],
     ("launcher", "pdsh"): ["launcher.hostfile=hosts"],
@@ -55,7 +56,8 @@ NEEDS = {
     ("zero", "stage3-offload"): ["backend=deepspeed"],
 }
 """The overrides without which an option makes no sense."""
-ON = {("precision", "fp8"): GPUS, ("precision", "mxfp8"): Devices("cuda", 8, ("NVIDIA B200",))}
+B200S = Devices("cuda", 8, ("NVIDIA B200",))
+ON = {("precision", "fp8"): GPUS, ("precision", "mxfp8"): B200S, ("precision", "nvfp4"): B200S}
 """The devices that an option needs, if a CPU does not suffice."""
 
 

@@ -22,6 +22,9 @@ from tests.config.test_mixture import write_tokens
 from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2)
+WIDE = ("model.hidden=256", "model.heads=4", "model.kv_heads=4", "model.head_dim=64", "model.ffn=512",
+        "train.seq_len=256")  # fmt: skip
+"""Sizes that fill tiles of 128, also with tp=2."""
 V100 = "Tesla V100-SXM2-32GB"
 
 
@@ -213,6 +216,10 @@ LAWS = [
     (["precision=mxfp8", "model.experts=8", "model.ffn=64", "model.shared_ffn=48"],
      Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8"),
     (["precision=mxfp8"], gpus(1), "precision.fp8_recipe"),
+    (["precision=nvfp4", *WIDE], gpus(1), "precision.fp8_recipe"),
+    (["precision=nvfp4", *WIDE, "model.ffn=320"], Devices("cuda", 1, ("NVIDIA B200",)), "precision.fp8"),
+    (["precision=nvfp4", *WIDE, "precision.deterministic=true"], Devices("cuda", 1, ("NVIDIA B200",)),
+     "precision.deterministic"),
     (["precision=fp8", "precision.fp8_recipe=rowwise_with_gw_hp", "model.experts=8", "model.ffn=64"],
      gpus(1), "precision.fp8_recipe"),
     (["precision=fp8", "model.experts=8", "model.ffn=40"], gpus(1), "precision.fp8"),
@@ -687,6 +694,30 @@ def test_gpus_with_experts_in_fp8():
         assert name in weak.message and weak.key == "precision.fp8_recipe"
         for advice in weak.suggestions:
             assert checked("precision=fp8", *MIXTURE, *shlex.split(advice), on=on)
+
+
+def test_gpus_with_nvfp4():
+    for name in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA GB300"):
+        on = Devices("cuda", 2, (name,) * 2)
+        assert checked("precision=nvfp4", *WIDE, on=on).precision.fp8
+        mixture = ("model.experts=8", "model.ffn=128")
+        assert checked("precision=nvfp4", *WIDE, *mixture, on=on)
+        (odd,) = violations("precision=nvfp4", *WIDE, "parallel.tp=2", "model.ffn=384", on=on)
+        assert "tiles of 128" in odd.message and "model.ffn / 2 = 192" in odd.message
+        for advice in odd.suggestions:
+            words = ("precision=nvfp4", *WIDE, "parallel.tp=2", "model.ffn=384")
+            assert checked(*words, *shlex.split(advice), on=on)
+        (loose,) = violations("precision=nvfp4", *WIDE, "precision.deterministic=true", on=on)
+        for advice in loose.suggestions:
+            words = ("precision=nvfp4", *WIDE, "precision.deterministic=true")
+            assert checked(*words, *shlex.split(advice), on=on)
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 5090", "AMD Instinct MI355X"):
+        on = Devices("cuda", 1, (name,))
+        (weak,) = violations("precision=nvfp4", *WIDE, on=on)
+        assert name in weak.message and weak.key == "precision.fp8_recipe"
+        for advice in weak.suggestions:
+            recipe = checked("precision=nvfp4", *WIDE, *shlex.split(advice), on=on).precision
+            assert recipe.fp8_recipe == "tensorwise"
 
 
 IN_MXFP8 = ["precision.fp8=true", "precision.fp8_recipe=mxfp8"]

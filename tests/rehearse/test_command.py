@@ -364,10 +364,18 @@ def test_changed_code_and_tables_rename_a_rehearsal_in_the_cache(
     assert names[0] == names[1] != rehearsals.digest(job(), None, [0], 2)
 
 
-@pytest.mark.parametrize("mixture", [(), ("model.experts=8", "model.ffn=64")])
-def test_advice_on_a_job_in_mxfp8_makes_it_playable(mixture: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("mixture", [(), ("model.experts=8", "model.ffn=128")])
+def test_advice_on_a_job_in_mxfp8_makes_it_playable(recipe: str, mixture: tuple[str, ...]) -> None:
     on = Devices("cuda", 2, ("NVIDIA B200",) * 2)
-    words = ("precision=mxfp8", *mixture)
+    sizes = (
+        "model.hidden=128",
+        "model.heads=2",
+        "model.head_dim=64",
+        "model.kv_heads=2",
+        "train.seq_len=128",
+    )
+    words = (f"precision={recipe}", *sizes, "model.ffn=256", *mixture)
     violation = rehearsals.why_unplayable(check(changed(*words), on))
     assert violation is not None and violation.key == "precision.fp8_recipe"
     for advice in violation.suggestions:

@@ -34,7 +34,7 @@ _KERNELS = {
     ),
 }
 """Compute capability → what a recipe needs, and names of GPUs. PyTorch's grouped products of rows in fp8 are
-written for 9, and torchao's kernels of MXFP8 are compiled for 10."""
+written for 9, and torchao's kernels of MXFP8 and NVFP4 are made for 10."""
 
 _BEFORE_AMPERE = re.compile(
     r"\b([VP]100\w*|GV100|[KMP]\d{1,2}[mcX]?|T4G?|T\d{3,4}|TITAN|GTX|Quadro|CMP|RTX 20[5-8]0"
@@ -177,6 +177,10 @@ PRECISION = of_kind("config",
     refused("precision.fp8", {**_FP8, "precision.compute": other_than("bf16")},
         "needs precision.compute=bf16 around its products, which is {c.precision.compute}",
         _BF16, _NO_FP8),
+    refused("precision.deterministic",
+        {**_FP8, "precision.fp8_recipe": "nvfp4", "precision.deterministic": True},
+        "cannot hold with precision.fp8_recipe=nvfp4: torchao chooses its kernels by timings, and the "
+        "rounding of gradients depends on them", "precision.deterministic=false", "precision.fp8_recipe=mxfp8"),
 )  # fmt: skip
 
 
@@ -192,9 +196,9 @@ def check_fp8(resolution: Resolution) -> None:
         message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
         resolution.refuse("precision.fp8", message, without)
     elif (
-        is_mxfp8 := resolution.config.precision.fp8_recipe == "mxfp8"
+        is_newest := resolution.config.precision.fp8_recipe in ("mxfp8", "nvfp4")
     ) or resolution.config.model.experts:
-        _check_kernels(resolution, without, 10 if is_mxfp8 else 9)
+        _check_kernels(resolution, without, 10 if is_newest else 9)
     resolution.require_for_ranks("precision.fp8", "torchao", without)
 
 
