@@ -14,9 +14,8 @@ tensor parallelism a rank scales its shards: one process computes the same produ
 rows have finer scales. Sums over ranks are in the compute dtype. Experts (`models.narrow_experts`) have
 row-wise scales with tensorwise, too, do not support rowwise_with_gw_hp, and multiply in mxfp8 with nvfp4.
 
-nvfp4 rounds gradients up or down at random, with the mean of the exact number, and transforms both operands of
-the gradient of a weight by a Hadamard matrix, which divides outliers among 16 numbers. The last blocks stay in
-the compute dtype (`dtypes.narrow_blocks`).
+nvfp4 rounds gradients at random, with exact means, and both operands of a weight's gradient after a Hadamard
+transform. The last blocks stay in the compute dtype (`dtypes.narrow_blocks`).
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
 first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8; NVIDIA 2025,
@@ -65,11 +64,9 @@ def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = Fal
             elif isinstance(module, Experts):
                 module.recipe = recipe.replace("nvfp4", "mxfp8")
     chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
-    if recipe == "mxfp8":
-        to_mxfp8([it for it in model.layers.modules() if id(it) in chosen_ids], emulate)
-        return
-    if recipe == "nvfp4":
-        to_nvfp4([it for it in model.layers.modules() if id(it) in chosen_ids])
+    chosen = [it for it in model.layers.modules() if id(it) in chosen_ids]
+    if recipe in ("mxfp8", "nvfp4"):
+        to_nvfp4(chosen) if recipe == "nvfp4" else to_mxfp8(chosen, emulate)
         return
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(
@@ -91,10 +88,7 @@ def to_mxfp8(layers: list[Any], emulate: bool) -> None:
 
 
 def to_nvfp4(layers: list[Any]) -> None:
-    """Let linear layers multiply in NVFP4, in place.
-
-    Inductor calls the product as eager code does: its own of torch 2.13 refuses swizzled scales.
-    """
+    """Let linear layers multiply in NVFP4, in place; Inductor's product of torch 2.13 refuses their scales."""
     silence_torchao()
     from torch._inductor.lowering import make_fallback
     from torchao.prototype.moe_training.nvfp4_training import nvfp4_linear
@@ -104,13 +98,10 @@ def to_nvfp4(layers: list[Any]) -> None:
         layer.__class__, layer.function = NVFP4Linear, nvfp4_linear.nvfp4_mm_triton
 
 
-_SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, -1, 1, -1, 1, 1, -1)
-"""The random signs of the Hadamard transform, the same in every layer and job, as in the paper."""
+_SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, -1, 1, -1, 1, 1, -1)  # random, as in the paper
 
 
 class NVFP4Linear(nn.Linear):
-    """A linear layer that draws the rounding of gradients from the device's generator."""
-
     function: Any
 
     def forward(self, x: Tensor) -> Tensor:

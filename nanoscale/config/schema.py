@@ -842,6 +842,7 @@ class Peaks:
     fp16: float | None = optional("peak in fp16", unit="TFLOP/s", at_least=0.001)
     bf16: float | None = optional("peak in bf16", unit="TFLOP/s", at_least=0.001)
     fp8: float | None = optional("peak in 8 bits", unit="TFLOP/s", at_least=0.001)
+    nvfp4: float | None = optional("peak in NVFP4", unit="TFLOP/s", at_least=0.001)
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,17 @@ def test_block_scales_cost_casts_and_no_products():
     assert block.elementwise > tensor.elementwise
 
 
+def test_nvfp4_is_faster_in_products_but_for_the_blocks_that_stay():
+    compiled = Backend(compile="on")
+    known = machine()
+    hardware = replace(known, peaks=known.peaks | {"nvfp4": 2 * known.peaks["fp8"]})
+    wide, eight, four = (
+        step_time(job(precision=it, backend=compiled), hardware).parts.matmul
+        for it in (BF16, *(replace(FP8, fp8_recipe=it) for it in ("mxfp8", "nvfp4")))
+    )
+    assert 0.15 * wide < four < 0.9 * eight < wide
+
+
 def test_megatron_hides_gathers_and_reductions_behind_its_pipeline():
     layout = {"pp": 4, "dp": 16, "global_batch": 512, "zero": Zero(stage=1)}
     ours, theirs = parts(**layout), parts(MEGATRON, **layout)

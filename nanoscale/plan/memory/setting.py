@@ -74,7 +74,7 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         grouped=gpu and precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0,
         fp8=precision.fp8,
         mxfp8=precision.fp8_recipe == "mxfp8",
-        tile=fp8_tile(precision.fp8_recipe) if precision.fp8 else 1,
+        tile=min(fp8_tile(precision.fp8_recipe), 32) if precision.fp8 else 1,
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nanoscale.config import model_math, parameters
+from nanoscale.config.dtypes import narrow_blocks
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.layout import keeps_narrow_experts, narrow_weights
 from nanoscale.config.resolved import ResolvedConfig
@@ -75,6 +76,9 @@ maximum, read it again and write it (`torchao.prototype.moe_training.kernels`)."
 _MXFP8_CAST_BYTES = 6
 """Bytes per number that is cast to MXFP8 along one dimension. 3 bytes are read and written; fitted to torchao's
 table of Llama-3 8B on 8 B200 (README of `mx_formats`): 0.93 to 0.96 of the speed with tensor-wise scales."""
+_NVFP4_CAST_BYTES = 5 + 1 / 8
+"""Bytes per number that is cast to NVFP4 along both dimensions, counted: torchao's kernels read 16 bits for the
+maxima and again, and write two orders of 4 bits with a scale for 16 numbers. Not measured."""
 _MERGE = (26, 10)
 """Bytes per number to merge the result of a hop of the ring with the results so far, in fp32. Forward: the
 weighted mean and its log-sum. Backward: the gradients (`parallel.ring`)."""
@@ -205,6 +209,21 @@ def adapters(shape: MicroBatchShape) -> tuple[_Linear, ...]:
 def product(
     hardware: Hardware, shape: MicroBatchShape, linear: _Linear, gradients: str = ""
 ) -> float:
+    """Return `_product`, or its mean over blocks if some stay in the compute dtype."""
+    share, narrow = _narrow_share(shape), _product(hardware, shape, linear, gradients)
+    if share == 1:
+        return narrow
+    wide = _product(hardware, replace(shape, kind=shape.dtype), linear, gradients)
+    return share * narrow + (1 - share) * wide
+
+
+def _narrow_share(shape: MicroBatchShape) -> float:
+    return narrow_blocks(shape.fp8_recipe, shape.model.layers) / shape.model.layers
+
+
+def _product(
+    hardware: Hardware, shape: MicroBatchShape, linear: _Linear, gradients: str = ""
+) -> float:
     """Return the seconds of a linear layer's forward product, or of the product for a gradient.
 
     Args:
@@ -221,11 +240,14 @@ def product(
     kind = shape.kind
     if linear.router:
         kind = shape.dtype
+    elif kind == "fp8" and shape.fp8_recipe in hardware.peaks and not linear.of_experts:
+        kind = "nvfp4"
     if kind not in hardware.peaks:  # a user's own description of a device names few peaks
         kind = shape.dtype
     factor = 1.0
     by_torchao = linear.of_experts and shape.software.torchao
-    if kind == "fp8" and shape.fp8_recipe != "mxfp8" and (by_torchao or "row" in shape.fp8_recipe):
+    by_row = by_torchao and "fp" not in shape.fp8_recipe
+    if kind == "fp8" and (by_row or "row" in shape.fp8_recipe):
         if gradients == "weights" and shape.fp8_recipe == "rowwise_with_gw_hp":
             kind = shape.dtype
         else:
@@ -499,9 +521,14 @@ def _casts(shape: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float
     reading = [p for i, p in enumerate(dense) if i in (0, 3, 4, len(dense) - 1)]
     if shape.fp8_recipe == "mxfp8":
         return _casts_again(shape, [*dense, *experts], [*reading, *experts[1:]], _MXFP8_CAST_BYTES)
-    each = shape.software.cast_bytes + _ROWWISE_CAST_BYTES * (shape.fp8_recipe != "tensorwise")
+    each = shape.software.cast_bytes + _ROWWISE_CAST_BYTES * ("row" in shape.fp8_recipe)
+    of_experts: float = _EXPERTS_CAST_BYTES
+    if shape.fp8_recipe == "nvfp4":
+        each, of_experts = (
+            _narrow_share(shape) * it for it in (_NVFP4_CAST_BYTES, _MXFP8_CAST_BYTES)
+        )
     of_weights = 2 if shape.narrow_weights else each  # the backward pass reads them column-major
-    forward, backward = _casts_again(shape, experts, experts[1:], _EXPERTS_CAST_BYTES)
+    forward, backward = _casts_again(shape, experts, experts[1:], of_experts)
     forward += of_weights * sum(p.inputs * p.outputs for p in dense)
     forward += each * shape.tokens * sum(p.inputs for p in reading)
     return forward, backward + each * shape.tokens * sum(p.outputs for p in dense)

@@ -169,7 +169,7 @@ def plan(
 
 
 def _seconds(
-    config: ResolvedConfig, hardware: Hardware, ep: int, size: int, saved: int = 0
+    config: ResolvedConfig, hardware: Hardware, ep: int, size: int, saved: float = 0
 ) -> tuple[tuple[float, float], ...]:
     """Return the seconds to gather `size` parameters, to reduce-scatter their gradients and to sum the shards
     over replicas, each with the seconds in which the device copies.

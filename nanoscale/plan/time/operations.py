@@ -9,7 +9,7 @@ from math import ceil
 
 from nanoscale.plan.hardware.hardware import NANOSCALE, Hardware
 
-WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "nvfp4": 0.5}
 """Bytes of a number."""
 
 FILL = 4e-6
@@ -61,7 +61,7 @@ def product(
         grouped: the rate of several products in one kernel over one product's.
     """
     efficiency = hardware.efficiency
-    share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
+    share = efficiency.matmul_fp8 if kind in ("fp8", "nvfp4") else efficiency.matmul
     share *= grouped if groups > 1 else 1.0
     arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
     if hardware.multiprocessors > 1:  # not a CPU
@@ -70,7 +70,7 @@ def product(
             aligned = not any(length * WIDTH[kind] % _ALIGNED for length in (n, k))
         if WIDTH[kind] < 4 and not aligned:
             arithmetic *= _UNALIGNED
-    result = 2 if kind == "fp8" else WIDTH[kind]
+    result = max(2, WIDTH[kind])
     traffic = groups * (WIDTH[kind] * (m + n) * k + result * m * n)
     return max(arithmetic, traffic / (hardware.memory_bandwidth * efficiency.memory)) + FILL
 
