@@ -109,6 +109,15 @@ ROWS = {
         Row("", {"dp": 2}, 3, 1, shape=replace(MIXTURE, layers=6, ffn=1024), seq=32)
     ),
 }
+for name, degrees, rows in (
+    ("dp 4, stage 3, full", {"dp": 4}, 1),
+    ("dp 4, ep 2, in halves, stage 3, full", {"dp": 4, "ep": 2}, 2),
+):
+    shape = replace(MIXTURE, layers=3, ffn=4096)
+    kept = degrees | recomputed("full")
+    ROWS[f"large experts in bf16, {name}"] = on_gpus(
+        Row("", kept, 3, rows, "bf16", shape=shape, global_batch=4 * rows, seq=32)
+    )
 for name, degrees, changes in (
     ("offloaded, dp 2, bf16", {"dp": 2}, {"precision": "bf16"}),
     ("offloaded, one process, full", recomputed("full"), {}),
@@ -120,6 +129,7 @@ USUAL = (
     "GPT-2, fp32, attention",
     "LoRA, dp 2, stage 3, bf16",
     "gpt-oss, bf16, selective",
+    "large experts in bf16, dp 4, ep 2, in halves, stage 3, full",
 )
 
 

@@ -51,6 +51,7 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         experts_per_token=model.experts_per_token if model.experts else 1,
         shared=model.shared_ffn // tp,
         ep_over_tp=parallel.ep_over_tp,
+        in_halves=parallel.ep > 1 and parallel.expert_tp == 1 and micro_batch % 2 == 0,
     )
 
 

@@ -39,6 +39,8 @@ class Shape:
     """True if their results are scaled by trained magnitudes."""
     ep_over_tp: bool = False
     """True if each rank of tp routes its own part of the sequence to whole experts."""
+    in_halves: bool = False
+    """True if the experts' backward pass is over for half of the tokens before the rest begins."""
 
     @property
     def routed(self) -> int:

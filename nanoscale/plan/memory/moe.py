@@ -83,7 +83,7 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
     of a dense block. With separate experts, the weight gradients of all experts are computed and the experts'
     saved tensors are freed before the gradients of each matrix are concatenated.
     """
-    rows, number = _rows(shape, run), run.compute
+    rows, number = _rows(shape, run) // (1 + shape.in_halves), run.compute
     outputs, inner = rows * shape.hidden * number, rows * shape.ffn * number
     matrix = shape.local_experts * shape.hidden * shape.ffn * number
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
@@ -91,7 +91,16 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
     gathered = shape.tokens * shape.hidden * number if is_gathered else 0
     first = gathered + 2 * outputs
     if run.grouped:  # native.py counts the gradient of one matrix
-        routed = max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner)
+        saved = saved_by_moe(shape, run)
+        freed = sum(saved.get(it, 0) for it in ("up", "gate", "product", "unweighted", "activated"))
+        # At last there are the gradients of all matrices, and of the rows of gate and up.
+        last = 2 * (matrix + outputs) + inner - freed
+        if (
+            shape.in_halves
+        ):  # and those of the first half, of which one becomes a sum in a new tensor
+            freed += 2 * outputs
+            last = 6 * matrix - freed if run.fused else 4 * matrix + outputs + inner - freed // 2
+        routed = max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner, last)
     else:
         routed = max(first, 3 * matrix - 4 * inner + max(0, matrix - outputs))
     if run.fp8:  # copies in 8 bits of results' gradients, twice, of inputs and of a matrix: of down, or of gate
