@@ -125,7 +125,7 @@ def checks(device: torch.device) -> dict[str, tuple[Check, float]]:
         "offloaded activations": (partial(steps_equal, offload, 3), 1e-4),
         "zero3-offload": (partial(steps_equal, ("zero=stage3-offload",), 3), 1e-4),
     }
-    for mode in ("full", "selective", "sqrt"):
+    for mode in ("full", "selective"):
         found[f"routed again with {mode}"] = partial(routed_again, mode), 0.0
     for name in ("adamw", "sgd", "lion", "schedule-free", "adafactor", "muon"):
         loose = {"muon": 5e-2, "lion": 1e-2}.get(name, 1e-4)  # signs of the smallest numbers

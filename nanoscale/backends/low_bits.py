@@ -18,9 +18,9 @@ nvfp4 rounds gradients at random, with exact means, and both operands of a weigh
 transform. The last blocks stay in the compute dtype (`dtypes.narrow_blocks`).
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
-first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8; NVIDIA 2025,
-arXiv:2509.25149, for nvfp4. Weights, optimizer and gradients keep their dtypes. GPUs need compute capability
-8.9 and every size of a product a multiple of 16; mxfp8 needs 10 and 32, nvfp4 10 and 128.
+first recipes; Mishra et al. 2025, arXiv:2506.08027, for mxfp8; NVIDIA 2025, arXiv:2509.25149, for nvfp4.
+Weights, optimizer and gradients keep their dtypes. GPUs need compute capability 8.9 and every size of a product
+a multiple of 16; mxfp8 needs 10 and 32, nvfp4 10 and 128.
 
 Weights in 4 bits are torchao's NF4Tensor (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3). A product
 dequantizes its weights, in the forward and in the backward pass, and keeps no copy of them. It computes with

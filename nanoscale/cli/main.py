@@ -288,8 +288,7 @@ def _with_value(option: str, value: str | None, context: typer.Context | None) -
 def _as_overrides(
     option: str, value: str | None, arguments: Sequence[str]
 ) -> tuple[tuple[str, ...], str]:
-    """Return the overrides for `--steps 3`, another program's form of `train.steps=3`, and the key's
-    difference."""
+    """Return the overrides for `--steps 3`, another program's form of a key, and the difference."""
     from nanoscale.config.composing.overrides import read_words, with_good_advice
 
     name = option.lstrip("-").replace("-", "_")

@@ -155,8 +155,7 @@ def rank_of(schedule: str, pp: int, stage: int) -> int:
 
 
 def tied_ranks(config: ResolvedConfig, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks that hold the same shard of a tied embedding as one of these ranks of either end of the
-    pipeline."""
+    """Return the ranks that hold the same shard of a tied embedding as one of these ranks of either end."""
     stage = config.world_size // config.parallel.pp
     firsts = {rank % stage for rank in ranks}
     return tuple(sorted(firsts | {config.world_size - stage + rank for rank in firsts}))

@@ -464,10 +464,9 @@ class Parallel:
         "blocks of every (virtual) stage, in order; the first and the last may have 0; null: divided by cost",
         at_least=0,
     )
-    activation_checkpointing: Literal["none", "full", "selective", "sqrt"] = key(
+    activation_checkpointing: Literal["none", "full", "selective"] = key(
         "none",
-        "what to recompute in the backward pass: nothing · blocks · all except matrix products · "
-        "groups of √layers blocks",
+        "what to recompute in the backward pass: nothing · blocks · all except matrix products",
         planned=True,
     )
     activation_memory: float | None = optional(

@@ -59,8 +59,7 @@ REFUSED = 2
 
 
 def answers_of(prefix: str | Path) -> Path:
-    """Return the file of the marks of answers of a prefix: one byte per token, 1 for tokens of an answer, else
-    0."""
+    """Return the file of the marks of answers of a prefix: one byte per token, 1 in an answer, else 0."""
     return Path(f"{first_part(str(prefix))}.answers")
 
 

@@ -13,8 +13,7 @@ from nanoscale.common.errors import UserError, Violation
 CUTOFF, SHORT_CUTOFF = 0.65, 0.75
 """The least likeness of names, and of names of at most four letters."""
 _BEGINNING = 0.9
-"""The likeness of the first word of a longer name, as `h100` of `h100-sxm`; a little more for a shorter
-name."""
+"""The likeness of the first word of a longer name, as `h100` of `h100-sxm`; more for a shorter name."""
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, ...]:

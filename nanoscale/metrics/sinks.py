@@ -75,8 +75,7 @@ class JsonLines:
         self._file = open_to_append(run.metrics)
 
     def _keep_lines(self, run: RunDirectory, step: int) -> None:
-        """Keep the lines up to `step`; damaged lines are moved to a file next to it and reported in the run's
-        events."""
+        """Keep the lines up to `step`; damaged lines are moved to a file next to it and reported."""
         content, damage = b"", ""
         try:
             text = run.metrics.read_bytes()

@@ -265,8 +265,7 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def sequence_major(x: Tensor) -> Tensor:
-    """Return `[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it
-    next."""
+    """Return `[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as it is read."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -5,21 +5,18 @@
 | none | all that autograd saves | nothing |
 | full | the input of each block (or of every k-th, and all of the others) | these blocks |
 | selective | as full, and the results of some products | all other operations of these blocks |
-| sqrt | the input of each of ⌈√layers⌉ groups of blocks | every group as one |
 
-Only the `forward` of a block, as an attribute of the instance, or the model's loop over its blocks is
-replaced: names of parameters and modules stay, and the hooks of FSDP2 and tensor parallelism stay outside. In
-groups the blocks' hooks run again with them; FSDP2 supports that, and keeps a group's parameters gathered from
-its recomputation to its backward, so that nothing is gathered twice. Nothing in a block draws random numbers,
-so no generator's state is kept. Every mode keeps the experts that each token chose.
+Only the `forward` of a block, as an attribute of the instance, is replaced: names of parameters and modules
+stay, and the hooks of FSDP2 and tensor parallelism stay outside. Nothing in a block draws random numbers, so no
+generator's state is kept. Every mode keeps the experts that each token chose.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,7 +53,7 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
         for block in blocks:
             if (parts := getattr(block, "parts", None)) is not None:
                 parts.repeats_results = not isinstance(block.mlp_post_norm, nn.Identity)
-            block.forward = partial(_recompute_all, [block], block.forward)
+            block.forward = partial(_recompute_all, block, block.forward)
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts
         contexts = partial(make_contexts, parallel.selective_keep)
@@ -79,10 +76,10 @@ def _keep_choices(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[
 
 
 def _recompute_all(
-    blocks: Sequence[nn.Module], run: Callable[..., Tensor], *inputs: Any, **options: Any
+    block: nn.Module, run: Callable[..., Tensor], *inputs: Any, **options: Any
 ) -> Tensor:
-    """Recompute blocks, except the choices of experts."""
-    if any(map(experts_of, blocks)):
+    """Recompute a block, except the choices of experts."""
+    if experts_of(block):
         compiles = torch.compiler.is_compiling()
         options["context_fn"] = (
             partial(device_contexts, "nothing") if compiles else _routing_contexts
@@ -91,9 +88,7 @@ def _recompute_all(
 
 
 def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:
-    """Return the loop over blocks in this mode: in groups, or with its saved tensors on the host."""
-    if parallel.activation_checkpointing == "sqrt":
-        run = run_in_groups
+    """Return the loop over blocks, whose saved tensors are on the host if the layout says so."""
     return partial(run_with_host_memory, run) if parallel.offload_activations else run
 
 
@@ -105,44 +100,10 @@ def describe(parallel: Parallel) -> str:
         "none": "everything kept for the backward pass",
         "full": f"{some} recomputed",
         "selective": f"{some} recomputed except {_SELECTION_NAMES[parallel.selective_keep]}",
-        "sqrt": "blocks recomputed in √layers groups",
     }[parallel.activation_checkpointing]
     return (
         f"{text}, saved activations wait in host memory" if parallel.offload_activations else text
     )
-
-
-# Groups of blocks
-
-
-def groups(number: int) -> list[range]:
-    """Divide blocks into ⌈√number⌉ groups of neighbors, whose sizes differ by at most one.
-
-    Source: Chen et al. 2016, arXiv:1604.06174, section 4: one group's input for each group, and one group's
-    activations at a time. It saves memory over `full` only if √layers exceeds a block's activations over its
-    input.
-    """
-    count = math.isqrt(number - 1) + 1 if number else 1
-    ends = [number * i // count for i in range(count + 1)]
-    return [range(start, end) for start, end in pairwise(ends)]
-
-
-def run_in_groups(
-    layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks
-) -> Tensor:
-    blocks: list[nn.Module] = list(layers.values())
-    for group in groups(len(blocks)):
-        members = blocks[group.start : group.stop]
-        hidden = _recompute_all(members, _run_blocks, members, hidden, rotations, masks)
-    return hidden
-
-
-def _run_blocks(
-    blocks: list[nn.Module], hidden: Tensor, rotations: Rotations, masks: Masks
-) -> Tensor:
-    for block in blocks:
-        hidden = block(hidden, rotations, masks)
-    return hidden
 
 
 # Selective, by operation
@@ -266,8 +227,7 @@ class _Results(TorchDispatchMode):
 def run_with_host_memory(
     run: RunLayers, layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks
 ) -> Tensor:
-    """Run the blocks; tensors that autograd saves, except parameters, move to the host until they are
-    needed."""
+    """Run the blocks; tensors that autograd saves, except parameters, wait on the host."""
     memory = HostMemory()
     with saved_tensors_hooks(memory.pack, memory.unpack):
         return run(layers, hidden, rotations, masks)

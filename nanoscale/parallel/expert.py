@@ -137,8 +137,7 @@ def _run_foreign(
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
-    """Return the dimension along which FSDP shards a matrix: whole experts, or `hidden` if there are too
-    few."""
+    """Return the dimension along which FSDP shards a matrix: whole experts, or `hidden` if they are too few."""
     local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
     hidden_dim = _HIDDEN.get(name, 0)
     return hidden_dim if local.shape[0] % ranks and local.shape[hidden_dim] % ranks == 0 else 0

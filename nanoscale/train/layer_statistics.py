@@ -1,5 +1,4 @@
-"""Statistics of each layer at one step: norms of weights and gradients, sizes of activations and of attention
-scores."""
+"""Statistics of each layer at one step: norms of weights and gradients, sizes of activations and scores."""
 
 import math
 from collections.abc import Iterator

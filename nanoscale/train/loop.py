@@ -184,9 +184,7 @@ class Training:
         statistics = self.statistics if is_due(step, self.config.train.statistics_every) else None
         with statistics.watching() if statistics is not None else nullcontext():
             rate = self.learning_rate(step)
-            if (
-                self.config.precision.fp8_recipe == "nvfp4"
-            ):  # the rounding of gradients repeats after a resume
+            if self.config.precision.fp8_recipe == "nvfp4":  # roundings repeat after a resume
                 torch.manual_seed(parameter_seed(self.config.train.seed, f"{step} {self.rank}"))
             self.last = self.engine.train_step(batches, rate, logged=self.is_logged(step))
         if statistics is not None:

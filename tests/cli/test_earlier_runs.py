@@ -91,3 +91,8 @@ def test_keys_that_this_version_lacks_are_named(
     (violation,) = caught.value.violations
     assert message in violation.message
     assert ".yaml:" in violation.source
+
+
+def test_groups_of_blocks_are_recomputed_as_blocks(run: RunDirectory) -> None:
+    set_value(run, "activation_checkpointing: none", "activation_checkpointing: sqrt")
+    assert load(run.config).parallel.activation_checkpointing == "full"

@@ -22,7 +22,6 @@ FAMILIES = {
 LAWS = {
     "parallel.tp=2 parallel.sequence_parallel=true": "parallel.sequence_parallel=false",
     "parallel.ep=2": "parallel.ep=1",
-    "parallel.activation_checkpointing=sqrt": "",
     "precision=fp8": "precision=bf16",
     "lora.rank=2 parallel.tp=2": "lora.rank=0",
 }

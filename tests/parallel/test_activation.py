@@ -47,7 +47,6 @@ MODES = {
     "matmuls": {"activation_checkpointing": "selective", "selective_keep": "matmuls"},
     "matmuls, every 3rd block": {"activation_checkpointing": "selective", "checkpoint_every": 3},
     "every 2nd": {"activation_checkpointing": "selective", "selective_keep": "every-2nd-matmul"},
-    "sqrt": {"activation_checkpointing": "sqrt"},
 }
 RECOMPUTED = {
     "none": 0,
@@ -151,23 +150,17 @@ def test_kept_memory_has_its_closed_form() -> None:
         "attention": LAYERS * (1 + attention),
         "matmuls": LAYERS * (1 + attention + sum(products)),
         "every 2nd": LAYERS * (1 + attention) + every_2nd,
-        "sqrt": 3,
     }
     assert {mode: see(mode).kept for mode in expected} == pytest.approx(expected, rel=1e-3)
-    order = ["none", "matmuls", "every 2nd", "attention", "full", "sqrt"]
+    order = ["none", "matmuls", "every 2nd", "attention", "full"]
     kept = [see(mode).kept for mode in order]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(order)
 
 
 @pytest.mark.slow
 def test_peak_memory_falls() -> None:
-    """In groups the peak is √layers inputs and a group's activations, here of 3 and 3 blocks."""
     peak = {mode: see(mode).peak for mode in MODES}
     assert peak["none"] > peak["matmuls"] > peak["every 2nd"] > peak["attention"] > peak["full"]
-    assert peak["none"] > peak["sqrt"] > peak["full"]
-    block = see("none").kept / LAYERS
-    work = peak["full"] - LAYERS - block  # the gradients on their way through one block
-    assert peak["sqrt"] == pytest.approx(3 + 3 * block + work, rel=0.05)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -191,7 +184,6 @@ def test_operations_computed_again(offload: bool) -> None:
         "matmuls": (0, LAYERS),
         "matmuls, every 3rd block": (0, LAYERS),
         "every 2nd": ((MATMULS_A_BLOCK - 3 - 1) * LAYERS, LAYERS),  # wq wv gate of those needed
-        "sqrt": (needed + 7 - 2, 2 * LAYERS),
     }
 
 
@@ -296,19 +288,18 @@ def measure_moves() -> Iterator[list[int]]:
         yield sizes
 
 
-CASES = [("none", True), *((m, o) for m in ("full", "matmuls", "sqrt") for o in (False, True))]
+CASES = [("none", True), *((m, o) for m in ("full", "matmuls") for o in (False, True))]
 
 
 @pytest.mark.slow
 def test_blocks_in_shards() -> None:
-    """FSDP2 is around and, in groups, inside recomputed regions: nothing is stale, nothing is gathered more
-    often."""
+    """FSDP2 is around recomputed regions: nothing is stale, nothing is gathered more often."""
     for found in run_ranks(step_in_layout, 2, "fsdp", CASES):
         for seen in found.values():
             assert seen["worst"] == 0  # two ranks with the same data: their mean is exact
             assert seen["counts"]["c10d::_allgather_base_"] == 2 * 2 * LAYERS
             assert seen["counts"]["c10d::_reduce_scatter_base_"] == 2 * LAYERS
-        for mode in ("full", "matmuls", "sqrt"):  # parameters are not among it
+        for mode in ("full", "matmuls"):  # parameters are not among it
             assert found[mode, True]["moved"] == pytest.approx(see(mode).kept, rel=1e-3)
 
 
@@ -321,7 +312,7 @@ def test_blocks_in_tensor_parallel() -> None:
             assert not seen["parameters moved"]
         reductions = {mode: found[mode, True]["counts"][ALL_REDUCE] for mode in MODES_HERE}
         once = 2 * LAYERS * (2 + 2)  # a step: after attention and feed-forward, and before them
-        again = {"none": 0, "full": 2 * LAYERS, "matmuls": 0, "sqrt": 2 * (2 * LAYERS - 3)}
+        again = {"none": 0, "full": 2 * LAYERS, "matmuls": 0}
         assert reductions == {mode: once + more for mode, more in again.items()}
 
 
@@ -347,7 +338,7 @@ def test_frozen_weights_in_tensor_parallel_do_not_move() -> None:
 
 
 ALL_REDUCE = "_c10d_functional::all_reduce"
-MODES_HERE = ("none", "full", "matmuls", "sqrt")
+MODES_HERE = ("none", "full", "matmuls")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -372,16 +363,6 @@ def test_names_stay() -> None:
     names = [name for name, _ in make("none")[0].named_modules()]
     for mode in MODES:
         assert [name for name, _ in make(mode)[0].named_modules()] == names
-
-
-def test_groups() -> None:
-    assert activation.groups(1) == [range(1)]
-    assert activation.groups(8) == [range(2), range(2, 5), range(5, 8)]
-    for number in range(1, 200):
-        parts = activation.groups(number)
-        assert [i for part in parts for i in part] == list(range(number))
-        assert (len(parts) - 1) ** 2 < number <= len(parts) ** 2
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_describe() -> None:

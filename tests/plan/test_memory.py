@@ -12,9 +12,9 @@ from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.model_math import parameters
 from nanoscale.config.resolved import ResolvedConfig, resolved
-from nanoscale.config.schema import Config, Model, Optimizer, Precision
+from nanoscale.config.schema import Model, Optimizer, Precision
 from nanoscale.plan.memory import activations
-from nanoscale.plan.memory.activations import block_memory, products, saved, stage_activations
+from nanoscale.plan.memory.activations import block_memory, products, saved
 from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import HOLES, rank_memory, setting_memory
@@ -197,16 +197,6 @@ def test_full_recomputation_keeps_twice_the_hidden_width():
     """2·s·b·h a layer: the same source, section 5."""
     shape = megatron(12288, 96, 2048, 1, 1, 1)
     assert block_memory(shape, STORED, "full").kept == 2 * 2048 * 12288
-
-
-def test_sqrt_mode_is_that_many_groups():
-    shape, run = megatron(1024, 16, 512, 1, 1, 1), Execution(2, 2)
-    parallel = replace(Config().parallel, activation_checkpointing="sqrt")
-    found = stage_activations(16, shape, run, parallel)
-    block = block_memory(shape, run)
-    entry = block_memory(shape, run, "full").kept
-    assert found.kept == 4 * entry
-    assert found.kept + found.extra == 3 * entry + 4 * block.recomputed + block.working
 
 
 def test_selective_keeps_less_than_all_and_more_than_the_input():
@@ -432,7 +422,6 @@ MODES = [
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "full", "checkpoint_every": 2},
     {"activation_checkpointing": "selective"},
-    {"activation_checkpointing": "sqrt"},
     {"activation_checkpointing": "full", "offload_activations": True},
 ]
 

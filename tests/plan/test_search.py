@@ -232,29 +232,6 @@ def test_host_memory_is_used_where_nothing_else_fits() -> None:
     assert held.best is None
 
 
-def test_groups_of_blocks_are_recomputed_where_nothing_else_fits() -> None:
-    """1,024 blocks: all of their inputs are more than the inputs of 32 groups and of one group's blocks."""
-    deep = (
-        "model.layers=1024",
-        "model.hidden=512",
-        "model.heads=8",
-        "model.kv_heads=8",
-        "model.ffn=1024",
-    )
-    small = (
-        "model.vocab=1024",
-        "data.bpe_vocab=1024",
-        "model.max_seq_len=65536",
-        "train.seq_len=65536",
-    )
-    layout = ("parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "train.global_batch=64")
-    _, result = found(
-        "recipe=llama-1b", "cluster=h100-sxm", "cluster.hosts=1", *deep, *small, *layout
-    )
-    on_devices = [plan.config.parallel for plan in result.ranked if not plan.config.offloads]
-    assert {layout.activation_checkpointing for layout in on_devices} == {"sqrt"}
-
-
 def test_what_does_not_fit_anywhere_is_said_with_what_comes_nearest() -> None:
     _, result = found(
         "recipe=llama-70b",

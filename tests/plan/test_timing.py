@@ -423,7 +423,7 @@ def test_every_machine_takes_a_job():
         ["parallel=3d", "parallel.dp=2"],
         ["parallel=interleaved", "zero=stage3"],
         ["parallel=pp", "parallel.schedule=dualpipev", "train.global_batch=32"],
-        ["parallel=ulysses", "parallel.activation_checkpointing=sqrt"],
+        ["parallel=ulysses", "parallel.activation_checkpointing=full"],
         ["parallel=cp", "parallel.tp=2", "parallel.sequence_parallel=false"],
         ["backend=deepspeed", "zero=stage3-offload", "parallel.dp=2"],
     ],

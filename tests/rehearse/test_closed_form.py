@@ -59,14 +59,10 @@ ROWS = {
         Row("", recomputed("full"), 0, 2, shape=GPT2, global_batch=8, seq=512, documents=True)
     ),
     **{
-        f"GPT-2, fp32, {keep or mode}": on_gpus(
-            Row("", recomputed(mode, **({"selective_keep": keep} if keep else {})), shape=GPT2)
+        f"GPT-2, fp32, {keep}": on_gpus(
+            Row("", recomputed("selective", selective_keep=keep), shape=GPT2)
         )
-        for mode, keep in (
-            ("sqrt", ""),
-            ("selective", "attention"),
-            ("selective", "every-2nd-matmul"),
-        )
+        for keep in ("attention", "every-2nd-matmul")
     },
     **{
         f"tp 2, bf16, {keep}": on_gpus(

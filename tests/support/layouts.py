@@ -145,7 +145,7 @@ def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
         {"activation_checkpointing": mode} | degrees,
         stage,
         micro_batch=8 // degrees.get("dp", 1) // 2,
-        shape=DEEP if mode == "sqrt" or "checkpoint_every" in degrees else SHAPE,
+        shape=DEEP if "checkpoint_every" in degrees else SHAPE,
     )
 
 
@@ -200,7 +200,7 @@ ROWS = [
         "pp 2, 0 + 2 + 2 + 0 blocks",
         layers_per_stage=[0, 2, 2, 0],
         schedule="interleaved-1f1b",
-        activation_checkpointing="sqrt",
+        activation_checkpointing="full",
     ),
     Row("ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}),
     Row("ulysses cp 4", {"cp": 4, "cp_method": "ulysses"}),
@@ -244,8 +244,6 @@ ROWS = [
     checkpointing("selective", 1, tp=2, cp=2, selective_keep="attention"),
     checkpointing("selective", 2, dp=2, tp=2, selective_keep="core-attention"),
     checkpointing("selective", 0, pp=2),
-    checkpointing("sqrt", 3, dp=2),
-    checkpointing("sqrt", 0, pp=2, schedule="interleaved-1f1b", virtual_stages=2),
     mixture(0, 4),
     mixture(3, dp=2, activation_checkpointing="full"),
     mixture(0, 4, tp=2, sequence_parallel=False),

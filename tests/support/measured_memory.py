@@ -102,10 +102,10 @@ ROWS = [
     Row("one process, bf16", precision="bf16"),
     Row("one process, sgd", optimizer="sgd"),
     Row("one process, GPT-2", shape=GPT2),
-    *(Row(f"one process, {mode}", recomputed(mode)) for mode in ("full", "selective", "sqrt")),
+    *(Row(f"one process, {mode}", recomputed(mode)) for mode in ("full", "selective")),
     *(
         Row(f"one process, {mode}, offloaded", recomputed(mode, offload_activations=True))
-        for mode in ("none", "full", "selective", "sqrt")
+        for mode in ("none", "full", "selective")
     ),
     Row("pp 2, offloaded", {"pp": 2, "offload_activations": True}, micro_batch=2),
     *(Row(f"dp 2, stage {stage}", {"dp": 2}, stage) for stage in range(4)),

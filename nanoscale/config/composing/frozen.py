@@ -75,6 +75,11 @@ def without_removed(document: YamlDocument) -> YamlDocument:
         UserError: such a key has another value.
     """
     content, violations = deepcopy(dict(document.content)), []
+    layout = content.get("parallel")
+    if isinstance(layout, dict) and layout.get("activation_checkpointing") == "sqrt":
+        layout["activation_checkpointing"] = (
+            "full"  # the same numbers; sqrt was removed on 2026-11-30
+        )
     for key, (lost, sentence) in _REMOVED.items():
         *sections, name = key.split(".")
         section: Any = content

@@ -240,8 +240,7 @@ class Library:
         return kept
 
     def _option_as_key(self, group: str, option: object, source: str) -> Violation:
-        """Return the violation for `model: llama-1b` at the top level of a recipe, which means an option of
-        the group."""
+        """Return the violation for `model: llama-1b` at the top of a recipe, which means the group's option."""
         known = self.options(group)
         near = (str(option),) if option in known else nearest(str(option), known) or tuple(known)
         return Violation(

@@ -99,8 +99,7 @@ def _shape_keys() -> list[str]:
 
 
 def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
-    """Return the sizes from config.json, else the values that were set or that a run has `kept`, else the
-    least."""
+    """Return the sizes from config.json, else values that were set or that a run has `kept`, else the least."""
     model = composed.config.model
     least = {"layers": 1, "hidden": 1, "heads": 1, "ffn": 1}
     configured = {name: getattr(model, name) for name in SIZES if kept or _is_set(composed, name)}

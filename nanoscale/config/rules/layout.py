@@ -200,10 +200,6 @@ EXECUTION = (
     refused("backend.compile", {**_COMPILED, "parallel.offload_activations": True},
         "cannot hold with parallel.offload_activations=true: a compiled block keeps its activations itself",
         _OFF, "parallel.offload_activations=false"),
-    refused("backend.compile", {**_COMPILED, "model.experts": bool, _MODE: "sqrt"},
-        "cannot hold with model.experts={c.model.experts} and parallel.activation_checkpointing=sqrt: "
-        "compiled blocks keep the choices of experts themselves, and sqrt recomputes groups of blocks",
-        _OFF, f"{_MODE}=full"),
     refused("backend.attention", {"backend.attention": other_than("auto"), **_RING},
         "would be ignored by parallel.cp_method=ring, which has kernels of its own",
         "backend.attention=auto", "parallel.cp_method=ulysses"),

@@ -222,9 +222,8 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
     model, seq_len = config.model, config.train.seq_len
     keeps_vocab = config.data.source == "hooks"
     stages = layout.pp * layout.virtual_stages
-    is_grouped = layout.activation_checkpointing == "sqrt" or layout.checkpoint_every > 1
     kinds = 1 + bool(model.experts and model.dense_layers)
-    layers = max(stages, kinds, 2, 4 if is_grouped else 0)
+    layers = max(stages, kinds, 2, 4 if layout.checkpoint_every > 1 else 0)
     divisor = layout.tp * (layout.cp if layout.cp_method == "ulysses" else 1)
     heads = 6 if 6 % divisor == 0 else 2 * divisor
     kv_heads = min(2, model.kv_head_count)

@@ -8,7 +8,7 @@ layer.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, isqrt
+from math import ceil
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.schema import Model, Parallel
@@ -309,10 +309,7 @@ def entry(shape: Shape, run: Execution) -> int:
 def block_memory(
     shape: Shape, run: Execution, mode: str = "none", keep: str | frozenset[str] = "matmuls"
 ) -> BlockMemory:
-    """Return the bytes of a block with activation checkpointing of mode none, full or selective.
-
-    Mode sqrt has groups of blocks of mode none.
-    """
+    """Return the bytes of a block with activation checkpointing of mode none, full or selective."""
     sizes, working = saved(shape, run), working_memory(shape, run)
     if mode == "none":
         kept = sum(sizes.values())
@@ -448,13 +445,6 @@ def _stage_activations(
     recomputed = 0
     if mode == "none":
         kept, extra, last = layers * plain.kept, plain.working, plain.kept
-    elif mode == "sqrt":
-        groups = isqrt(layers - 1) + 1
-        largest = ceil(layers / groups)
-        first = block_memory(shape, run, "full").kept - chosen
-        kept, last = groups * first + layers * chosen, first + largest * chosen
-        recomputed = largest * plain.recomputed - last
-        extra = recomputed + plain.working
     else:
         block = block_memory(shape, run, mode, keep)
         count = ceil(layers / every)
@@ -463,7 +453,7 @@ def _stage_activations(
         recomputed = block.recomputed - block.kept if checkpointed else 0
         extra = block.working + recomputed
         last = block.kept if checkpointed else plain.kept
-    if dense and mode != "sqrt":
+    if dense:
         block, other_shape = block_memory(shape, run, mode, keep), _dense(shape, tp)
         other, count = block_memory(other_shape, run, mode, keep), ceil(dense / every)
         whole = block_memory(other_shape, run).kept - plain.kept

@@ -1,5 +1,4 @@
-"""The activations of a pipeline rank's in-flight micro batches, which are between their forward and backward
-passes."""
+"""The activations of a pipeline rank's in-flight micro batches, between their forward and backward passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -83,8 +83,7 @@ def native_phases(
 
 
 def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int, MemorySetting]:
-    """Return the bytes that FSDP2 keeps in host memory if it offloads, and the setting of the device without
-    them."""
+    """Return the bytes that FSDP2 keeps on the host if it offloads, and the device's setting without them."""
     states, trained = setting.states, params.trained
     sharded = _sharded_weights(setting, params) + int(states.gradients * trained.shard)
     host = sharded + states.moments(trained.shard, trained.in_blocks_shard)
@@ -322,8 +321,7 @@ def _sharded_weights(setting: MemorySetting, params: RankParameters) -> int:
 
 
 def _reducing(setting: MemorySetting) -> int:
-    """Return the bytes of one gradient element during its reduction. On CPUs, gloo reduces a copy of its
-    input."""
+    """Return the bytes of one gradient element during its reduction. gloo, on CPUs, reduces a copy."""
     return setting.reduce if setting.gpu else 2 * setting.reduce
 
 

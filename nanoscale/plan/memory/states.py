@@ -71,8 +71,7 @@ def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerP
 
 
 def checkpoint_bytes(config: ResolvedConfig) -> int:
-    """Return the bytes of the trained parameters and their moments, in any layout; 0 if the number is
-    unknown."""
+    """Return the bytes of the trained parameters and their moments, in any layout; 0 if it is unknown."""
     trained = adapter_parameters(config) if config.lora.rank else parameters(config.model)
     in_blocks = trained
     if not config.lora.rank and config.model.source == "own":

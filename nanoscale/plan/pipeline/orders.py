@@ -108,8 +108,7 @@ class _InRounds:
         return self.stages[turn], batch
 
     def backward(self, count: int) -> tuple[int, int]:
-        """Return stage and micro batch of the rank's backward pass number `count`. The last stage comes
-        first."""
+        """Return stage and micro batch of the rank's backward pass number `count`, last stage first."""
         turn, batch = self.places[count]
         return self.stages[-1 - turn], batch
 

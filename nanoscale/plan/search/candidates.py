@@ -22,7 +22,7 @@ from nanoscale.config.rules.rule import Rule, data_parallel
 from nanoscale.config.schema import Parallel, Schedule
 
 T = TypeVar("T")
-Recomputation = Literal["none", "full", "selective", "sqrt"]
+Recomputation = Literal["none", "selective", "full"]
 Kept = Literal["every-2nd-matmul", "attention", "core-attention"]
 Method = Literal["ring", "ulysses"]
 Stage = Literal[0, 1, 2, 3]
@@ -123,7 +123,7 @@ def micro_batches(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolv
 def recomputations(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with more and more recomputation."""
     modes = _choices(space, "activation_checkpointing", RECOMPUTATION)
-    changed = (_recomputing(config, mode, keep_options=True) for mode in modes)
+    changed = (_recomputing(config, mode) for mode in modes)
     kept = (it for it in changed if _keeps_options(space, it))
     return _legal(kept, _RECOMPUTED, {_MICRO_BATCH})
 
@@ -155,13 +155,10 @@ def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolv
 
 
 def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
-    """Yield the configuration with the options that are tried if nothing else fits: recomputation `sqrt`, then
-    host memory."""
-    if "parallel.activation_checkpointing" not in space.held:
-        if _keeps_options(space, rooted := _recomputing(config, "sqrt")):
-            yield from _legal([rooted], _RECOMPUTED, {_MICRO_BATCH})
-        if _keeps_options(space, whole := _recomputing(config, "full", keep_options=True)):
-            config = whole
+    """Yield the configuration with host memory, which is tried if nothing else fits."""
+    whole = _recomputing(config, "full")
+    if "parallel.activation_checkpointing" not in space.held and _keeps_options(space, whole):
+        config = whole
     if "zero.offload_optimizer" not in space.held:
         config = replace(config, zero=replace(config.zero, offload_optimizer="cpu"))
         yield from _legal([config], {"zero.offload_optimizer"}, {_MICRO_BATCH})
@@ -170,18 +167,13 @@ def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolve
         yield from _legal([config], _OFFLOADED, {_MICRO_BATCH})
 
 
-def _recomputing(
-    config: ResolvedConfig, mode: Recomputation, *, keep_options: bool = False
-) -> ResolvedConfig:
-    """Return the configuration with a mode, and with its options reset unless they are kept."""
+def _recomputing(config: ResolvedConfig, mode: Recomputation) -> ResolvedConfig:
+    """Return the configuration with a mode, and without options for which it has no use."""
     layout, plain = config.parallel, Parallel()
-    every = keep_options and mode in ("full", "selective")
-    keep = keep_options and mode == "selective"
+    every = (plain if mode == "none" else layout).checkpoint_every
+    keep = (layout if mode == "selective" else plain).selective_keep
     return _laid_out(
-        config,
-        activation_checkpointing=mode,
-        checkpoint_every=layout.checkpoint_every if every else plain.checkpoint_every,
-        selective_keep=layout.selective_keep if keep else plain.selective_keep,
+        config, activation_checkpointing=mode, checkpoint_every=every, selective_keep=keep
     )
 
 

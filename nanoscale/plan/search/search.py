@@ -70,8 +70,7 @@ class SearchResult:
         return self.ranked[0] if self.ranked else None
 
     def front(self) -> list[Prediction]:
-        """Return the Pareto front: no layout is faster than a returned one with as little memory, as both are
-        shown."""
+        """Return the Pareto front: no layout is faster than a returned one with as little memory, as shown."""
         front: list[Prediction] = []
         for plan in sorted(
             self.ranked, key=lambda p: (float(f"{p.worst.total / GIB:.3g}"), p.time.seconds)

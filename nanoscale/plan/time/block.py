@@ -86,8 +86,7 @@ _MERGE = (26, 10)
 """Bytes per number to merge the result of a hop of the ring with the results so far, in fp32. Forward: the
 weighted mean and its log-sum. Backward: the gradients (`parallel.ring`)."""
 _MERGED = 0.75
-"""The mean share of a rank's queries, or of its keys, in a hop: hops with all and with half of them
-alternate."""
+"""The mean share of a rank's queries, or of its keys, in a hop: all and half of them alternate."""
 _CUDNN_HEAD_DIM = 128
 """The largest head size for which PyTorch uses cuDNN's attention, forward and backward, but for `_LATENT`."""
 _LATENT = (192, 128)
@@ -349,7 +348,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     backward = _with_launches(hardware, shape, 1, backward)
     recomputed_products = _recomputed_products(shape, products)
     recomputed, flops = NOTHING, 0.0
-    full = shape.recompute in ("full", "sqrt")
+    full = shape.recompute == "full"
     if shape.recompute != "none":
         sums = full or shape.recompute == "core-attention"
         tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if sums else 0.0)
@@ -386,7 +385,7 @@ def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) ->
     """
     if shape.recompute == "none":
         return []
-    full, every = shape.recompute in ("full", "sqrt"), 1 + (shape.recompute == "every-2nd-matmul")
+    full, every = shape.recompute == "full", 1 + (shape.recompute == "every-2nd-matmul")
     dense = [i for i, it in enumerate(products) if not (it.router or it.of_experts)]
     experts = [i for i, it in enumerate(products) if it.of_experts]
     # The sum of the last product's rows saves their tokens.
@@ -400,7 +399,7 @@ def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) ->
 
 def _keeps_output(shape: MicroBatchShape) -> bool:
     """True if recomputation does not repeat attention's last product: in parts, or since its sum is kept."""
-    full, is_summed = shape.recompute in ("full", "sqrt"), shape.compiled and shape.tp > 1
+    full, is_summed = shape.recompute == "full", shape.compiled and shape.tp > 1
     return not full and (shape.in_parts or (is_summed and shape.recompute != "core-attention"))
 
 

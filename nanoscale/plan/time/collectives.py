@@ -41,8 +41,7 @@ class AxisRanks:
 
 @lru_cache(maxsize=4096)
 def group(hardware: Hardware, size: int, stride: int) -> AxisRanks:
-    """Return the group of `size` ranks whose numbers differ by `stride`. tp has stride 1, so it fills hosts
-    first."""
+    """Return the group of `size` ranks whose numbers differ by `stride`. tp, of stride 1, fills hosts."""
     inside = max(1, min(size, hardware.island // stride))
     if hardware.pod is None or size * stride <= hardware.pod:
         return AxisRanks(size, inside)

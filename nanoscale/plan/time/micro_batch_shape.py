@@ -25,7 +25,7 @@ class MicroBatchShape:
     """The dtype of all other operations."""
     compiled: bool
     recompute: str
-    """none, full, sqrt, or a value of `parallel.selective_keep`."""
+    """none, full, or a value of `parallel.selective_keep`."""
     ep: int = 1
     attention: str = "flash"
     """The attention kernel of rows without limits: flash or cudnn."""

@@ -18,8 +18,7 @@ compiler fuses it with the activation."""
 KERNELS = {False: (36, 20), True: (68, 34)}
 """True with ep → kernels of a forward and of a backward pass in addition to a dense block's kernels."""
 _HOST = 20e-6
-"""Seconds, assumed: the host reads the number of received tokens and starts the next kernels while the device
-waits."""
+"""Seconds, assumed: the host reads the number of received tokens and starts kernels while the device waits."""
 
 
 def traffic(shape: MicroBatchShape) -> tuple[float, float]:

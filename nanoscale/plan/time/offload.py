@@ -1,5 +1,4 @@
-"""The time to copy offloaded parameters or activations from and to host memory. A disk (nvme) counts as host
-memory."""
+"""The time to copy offloaded parameters or activations to and from the host. A disk (nvme) counts as host."""
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
@@ -42,7 +41,7 @@ def _saved(shape: MicroBatchShape) -> float:
     """Return the bytes that autograd saves in a block, approximately."""
     model = shape.model
     stream = shape.stream * model.hidden
-    if shape.recompute in ("full", "sqrt"):
+    if shape.recompute == "full":
         return stream * operations.WIDTH[shape.dtype]
     width = model.head_width
     heads = shape.tokens / shape.tp * width * 2 * (model.heads + model.kv_head_count)
