@@ -91,7 +91,8 @@ are `memory.…` in `runs_of_2026.csv`.
 
 For runs of 2026, the newest release of every layout of pre-training counts, and a hash of model, GPU and engine
 chooses the half. `mxfp8` is planned as fp8 whose casts move 4.06 bytes a number in place of 3 (16 bits read,
-two orders of 8 bits and their scales written: counted, not fitted). The name of a mixture's record tells how
+two orders of 8 bits and their scales written: counted, not fitted), and `nvfp4` by the peaks of its makers, fp8's
+share of them and casts of 5.1 bytes a number, in all blocks: nothing is fitted to its rows. The name of a mixture's record tells how
 its engine runs: `alltoall` (one copy of a token for each of its experts; otherwise one for each host, as with
 DeepEP and HybridEP), `overlap` (exchanges during the computation of another micro batch), `router-graphs` (CUDA
 graphs of attention, router and preparation), `graphs` (CUDA graphs of whole steps). `fsdp` is Megatron's FSDP.
@@ -352,7 +353,8 @@ def config_of(row: Row) -> Config:
     overrides = dict(item.split("=") for item in row["overrides"].split())
     overrides = {key: it for key, it in overrides.items() if not key.startswith((MEMORY, STAGES))}
     layout["ep_over_tp"] = overrides.pop("parallel.ep_over_tp", "") == "true"
-    precision = Precision(compute="bf16", fp8="fp8" in row["precision"])
+    narrow: Any = "nvfp4" if row["precision"] == "nvfp4" else "tensorwise"
+    precision = Precision(compute="bf16", fp8="fp" in row["precision"], fp8_recipe=narrow)
     for key in ("reduce", "params"):
         if dtype := overrides.pop(f"precision.{key}", None):
             precision = replace(precision, **{key: dtype})  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_no_more_than_thirteen_floors(rooms):
     assert len(longest) <= 13, " → ".join(longest)
 
 
-LIMIT = size.Size(lines=78_300, tokens=544_350)
+LIMIT = size.Size(lines=78_300, tokens=544_400)
 """The most code of nanoscale/, as `make size` counts it. Growth is a decision: a commit that needs more raises
 the limit and says why."""
 

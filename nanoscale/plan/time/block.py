@@ -220,7 +220,8 @@ def product(
 
 
 def _narrow_share(shape: MicroBatchShape) -> float:
-    return narrow_blocks(shape.fp8_recipe, shape.model.layers) / shape.model.layers
+    recipe = shape.fp8_recipe * shape.software.torchao
+    return narrow_blocks(recipe, shape.model.layers) / shape.model.layers
 
 
 def _product(
