@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import cpu_nvfp4
+from benchmarks.gpu import cpu_kernels, cpu_nvfp4
 from nanoscale.backends import low_bits
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models.moe import Experts
@@ -136,6 +136,7 @@ def job(folder: Path, recipe: str | None = "nvfp4", **settings: Any) -> Resolved
 
 
 def losses(rank: int, config: ResolvedConfig) -> list[float]:
+    cpu_kernels.register()
     cpu_nvfp4.register()
     return [record["loss"] for record in record_all(rank, config)]
 
@@ -171,6 +172,8 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"dp": 2, "stage": 3, "activation_checkpointing": "selective"},
         {"tp": 2, "sequence_parallel": False, "activation_checkpointing": "selective",
          "selective_keep": "matmuls"},
+    ],
+    "more": [
         {"cp": 2, "cp_method": "ulysses"},
         {"pp": 2, "schedule": "zero-bubble", "virtual_stages": 2, "micro_batch": 1},
         {"dp": 2, "stage": 2, "compiled": True},
