@@ -89,13 +89,14 @@ Memory of Megatron-LM is what Transformer Engine saves (`benchmarks/plan/megatro
 products in 8 bits, without what the modules of a public recipe compute again. A recipe's settings of memory
 are `memory.…` in `runs_of_2026.csv`.
 
-For runs of 2026, the newest release of every layout of pre-training counts, and a hash of model, GPU and engine
-chooses the half. `mxfp8` is planned as fp8 whose casts move 4.06 bytes a number in place of 3 (16 bits read,
-two orders of 8 bits and their scales written: counted, not fitted), and `nvfp4` by the peaks of its makers, fp8's
-share of them and casts of 5.1 bytes a number, in all blocks: nothing is fitted to its rows. The name of a mixture's record tells how
-its engine runs: `alltoall` (one copy of a token for each of its experts; otherwise one for each host, as with
-DeepEP and HybridEP), `overlap` (exchanges during the computation of another micro batch), `router-graphs` (CUDA
-graphs of attention, router and preparation), `graphs` (CUDA graphs of whole steps). `fsdp` is Megatron's FSDP.
+For runs of 2026, the newest release of every layout of pre-training counts, and a hash of model, GPU and
+engine chooses the half. `mxfp8` is planned as fp8 whose casts move 4.06 bytes a number in place of 3 (16 bits
+read, two orders of 8 bits and their scales written: counted, not fitted), and `nvfp4` by the peaks of its
+makers, fp8's share of them and casts of 5.1 bytes a number, in all blocks: nothing is fitted to its rows. The
+name of a mixture's record tells how its engine runs: `alltoall` (one copy of a token for each of its experts;
+otherwise one for each host, as with DeepEP and HybridEP), `overlap` (exchanges during the computation of
+another micro batch), `router-graphs` (CUDA graphs of attention, router and preparation), `graphs` (CUDA graphs
+of whole steps). `fsdp` is Megatron's FSDP.
 
 The checking half is not quite blind. After its errors had been seen, these settings were corrected by their
 sources: prime-rl (eager, whole logits), GPT-OSS 20B in NeMo AutoModel (ep 8), what NeMo AutoModel computes
