@@ -233,7 +233,7 @@ class Experts(nn.Module):
 
     def cast_once(self, *_: object) -> None:
         """Cast the matrices to 8 bits for the micro batches of a step."""
-        if torch.is_grad_enabled() and not self.kept:
+        if self.recipe and torch.is_grad_enabled() and not self.kept:
             self.kept = cast_matrices(self.recipe, self.gate, self.up, self.down)
 
     def forward(

@@ -36,6 +36,7 @@ _KERNELS = {
 """Compute capability → what a recipe needs, and names of GPUs. PyTorch's grouped products of rows in fp8 are
 written for 9, and torchao's kernels of MXFP8 and NVFP4 are made for 10."""
 
+_NEWEST = ("mxfp8", "nvfp4")
 _BEFORE_AMPERE = re.compile(
     r"\b([VP]100\w*|GV100|[KMP]\d{1,2}[mcX]?|T4G?|T\d{3,4}|TITAN|GTX|Quadro|CMP|RTX 20[5-8]0"
     r"|MI(25|50|60))\b",
@@ -173,7 +174,7 @@ PRECISION = of_kind("config",
         ("precision.reduce=fp32",)),
     *(refused("precision.fp8", {**_FP8, "launcher.device": "cpu", "precision.fp8_recipe": recipe},
         f"{needs}, and launcher.device is cpu", _NO_FP8)
-        for recipe, needs in (("mxfp8", _KERNELS[10][0]), (other_than("mxfp8"), _NEEDS_FP8))),
+        for recipe, needs in ((_NEWEST, _KERNELS[10][0]), (other_than(*_NEWEST), _NEEDS_FP8))),
     refused("precision.fp8", {**_FP8, "precision.compute": other_than("bf16")},
         "needs precision.compute=bf16 around its products, which is {c.precision.compute}",
         _BF16, _NO_FP8),
@@ -196,7 +197,7 @@ def check_fp8(resolution: Resolution) -> None:
         message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
         resolution.refuse("precision.fp8", message, without)
     elif (
-        is_newest := resolution.config.precision.fp8_recipe in ("mxfp8", "nvfp4")
+        is_newest := resolution.config.precision.fp8_recipe in _NEWEST
     ) or resolution.config.model.experts:
         _check_kernels(resolution, without, 10 if is_newest else 9)
     resolution.require_for_ranks("precision.fp8", "torchao", without)
