@@ -38,6 +38,8 @@ class Recipe:
     """Bytes of a block's weight in products, copies in 8 bits included; None: as the compute dtype."""
     fp8_attention: bool = False
     """True if attention is computed in 8 bits (`fp8_dot_product_attention`)."""
+    scaled: float = SCALED
+    """Bytes of a number that a product saves, with its scale: of 16 numbers in NVFP4."""
     plain_experts: bool = False
     """True if FSDP2 does not wrap experts that only one rank of data parallelism has (NeMo AutoModel)."""
     loss_in_place: bool = False
@@ -97,7 +99,7 @@ def _fsdp(setting: MemorySetting, params: RankParameters, recipe: Recipe) -> Sta
 def saved_by_megatron(shape: Shape, run: Execution, recipe: Recipe) -> Sizes:
     """Return the bytes of every tensor that a block of Transformer Engine saves.
 
-    In 8 bits, products save their inputs in 8 bits. Attention saves its result in 16 bits, so that the input of
+    In 8 bits or 4, products save their inputs so. Attention saves its result in 16 bits, so that the input of
     the product after it is one more tensor. With latent attention two products read the first norm's result,
     and each saves its own copy. Activation, gate and the experts' weights are one operation, which saves the
     results of the products before it. Values have their own width (cuDNN).
@@ -115,10 +117,10 @@ def saved_by_megatron(shape: Shape, run: Execution, recipe: Recipe) -> Sizes:
         narrow += [] if model.experts else ["normed middle"]
         narrow += [] if model.is_gated else ["activated"]
         for name in narrow:
-            sizes[name] = int(sizes.get(name, 0) * SCALED / run.compute)
+            sizes[name] = int(sizes.get(name, 0) * recipe.scaled / run.compute)
         sizes["normed"] *= 2 if model.kv_rank else 1
-        sizes["shared inputs"] = int(SCALED * local) if model.shared_ffn else 0
-        sizes["input of wo"] = int(SCALED * sizes["attended"] / run.compute)
+        sizes["shared inputs"] = int(recipe.scaled * local) if model.shared_ffn else 0
+        sizes["input of wo"] = int(recipe.scaled * sizes["attended"] / run.compute)
     if recipe.fp8_attention:
         for name in ("q", "k", "v", "attended"):
             sizes[name] = int(sizes[name] * SCALED / run.compute)

@@ -41,7 +41,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.plan.megatron_memory import Recipe
+from benchmarks.plan.megatron_memory import SCALED, Recipe
 from benchmarks.plan.software import predict, record
 from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
@@ -410,6 +410,7 @@ def recipe_of(row: Row) -> Recipe:
         moments=float(said.get("moments", 8)),
         weights=float(said["weights"]) if "weights" in said else 1 if narrow else None,
         fp8_attention="fp8_attention" in said,
+        scaled=1 / 2 + 1 / 16 if row["precision"] == "nvfp4" else SCALED,
         plain_experts=row["software"].startswith("automodel"),
         loss_in_place="Megatron-Bridge@" in row["source"],
     )

@@ -164,11 +164,14 @@ def test_a_step_repeats(tmp_path: Path) -> None:
 
 
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "usual": [{"dp": 2, "stage": 3}, {"tp": 2}, {"cp": 2}, {"pp": 2}],
-    "others": [
+    "usual": [{"dp": 2, "stage": 3}, {"tp": 2}],
+    "long": [{"cp": 2}, {"pp": 2}],
+    "stages of ZeRO": [
         {"dp": 2},
         {"dp": 2, "stage": 1},
         {"dp": 2, "stage": 2, "activation_checkpointing": "full"},
+    ],
+    "selective": [
         {"dp": 2, "stage": 3, "activation_checkpointing": "selective"},
         {"tp": 2, "sequence_parallel": False, "activation_checkpointing": "selective",
          "selective_keep": "matmuls"},
