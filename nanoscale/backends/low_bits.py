@@ -102,6 +102,8 @@ _SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, -1, 1, -1, 1, 1, -1)  # random, as 
 
 
 class NVFP4Linear(nn.Linear):
+    """A linear layer that multiplies in NVFP4."""
+
     function: Any
 
     def forward(self, x: Tensor) -> Tensor:

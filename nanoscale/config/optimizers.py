@@ -38,8 +38,7 @@ class UpdateRule:
     momentum_key: str | None = None
     """A key that is 0 if there are no moments."""
     quantized: bool = False
-    """True if its moments are 8-bit codes, with an fp32 scale for every 256 of them. A checkpoint has them in
-    fp32."""
+    """True if its moments are 8-bit codes, with an fp32 scale for every 256. A checkpoint has them in fp32."""
     compiled: bool = False
     """True if its update is compiled on GPUs."""
     copies: float = 0.0

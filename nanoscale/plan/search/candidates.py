@@ -29,8 +29,7 @@ Stage = Literal[0, 1, 2, 3]
 
 LONGEST_PIPELINE = 64
 SHORTEST_PIECE = 512
-"""The fewest tokens of a sequence on a rank of cp. With fewer tokens, the computation is too short to overlap
-the exchange."""
+"""The fewest tokens of a sequence on a rank of cp. With fewer, computing is too short for the exchange."""
 LARGEST_MICRO_BATCH = 32
 RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
 """The modes, from the fastest to the smallest in memory."""
